@@ -1,4 +1,4 @@
-"""What every test gets: a cache of its own, a command line that is a real process, a guard against leaks."""
+"""What every test gets: a cache of its own, a guard against leaks."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import gc
 import os
 import runpy
 import signal
-import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 # There are more test processes than cores, and a thread that spins while it waits takes a core from another:
@@ -120,38 +118,3 @@ def _no_leaks(_cache: None) -> Iterator[None]:
     ]
     if found := [p for p in problems if p]:
         pytest.fail(f"the test leaves behind {' and '.join(found)}")
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a command came to."""
-
-    code: int
-    out: str
-    err: str
-
-
-Cli = Callable[..., Answer]
-
-
-@pytest.fixture
-def cli(tmp_path: Path) -> Cli:
-    """`cli("auto", "--task", ...)` runs `isobatch auto --task ...` as a process of its own."""
-    from isobatch.core.package import own_command
-
-    def run(
-        *words: str, folder: Path = tmp_path, env: Mapping[str, str] | None = None, timeout: float = 300
-    ) -> Answer:
-        environment = {k: v for k, v in os.environ.items() if k != "HF_HUB_OFFLINE"} | dict(env or {})
-        done = subprocess.run(
-            own_command(*words),
-            cwd=folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            stdin=subprocess.DEVNULL,
-        )
-        return Answer(done.returncode, done.stdout, done.stderr)
-
-    return run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,8 @@ from isobatch.core.atomic_files import rows_in
 from isobatch.engine.runs.metrics_log import SEAL, MetricsLog, first_seal
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from isobatch.engine.runs.run_folder import RunFolder
 
 
@@ -20,6 +23,15 @@ def one_process() -> Any:
     world.all_gather_objects = lambda value: [value]
     world.barrier = lambda: None
     return world
+
+
+def edit_log(run: RunFolder, edit: Callable[[list[dict[str, Any]]], Any], sealed: bool = True) -> None:
+    """Edit the rows of a run's log; `sealed`: and seal them again."""
+    rows = list(rows_in(run.metrics))
+    edit(rows)
+    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if sealed:
+        reseal(run)
 
 
 def reseal(run: RunFolder) -> None:

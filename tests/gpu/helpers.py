@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -77,26 +76,7 @@ def finished(folder: Path, name: str, *words: str, **environment: str) -> Path:
     return folder / "runs" / name
 
 
-def resumed_from(run: Path, step: int) -> Path:
-    """A copy of a finished run that went on from its checkpoint of `step`, as if it had ended there."""
-    again = run.with_name(f"{run.name}-from-{step}")
-    shutil.copytree(run, again)
-    for saved in (again / "checkpoints").iterdir():
-        if int(saved.name.rpartition("-")[2]) > step:
-            shutil.rmtree(saved)
-    shutil.rmtree(again / "final")
-    (again / "summary.json").unlink()
-    done = launch("resume", str(again), "--quiet", cwd=run.parent.parent, timeout=400)
-    assert done.returncode == 0, done.stderr
-    return again
-
-
 def decisions(run: Path) -> list[dict[str, Any]]:
     """The rows of decisions.jsonl."""
     file = run / "decisions.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-
-def plan_of(run: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run / "plan.json").read_text())
-    return found

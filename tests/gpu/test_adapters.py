@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
-from isobatch.tests.gpu.helpers import asked, conversations, on_device, resumed_from
-from isobatch.tests.integration.helpers import furthest, launch, losses, summary
+from isobatch.tests.gpu.helpers import asked, conversations, on_device
+from isobatch.tests.integration.helpers import furthest, launch, losses, resumed_from, summary
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from isobatch.core.package import own_command
 from isobatch.engine.machine.detect import detect
 from isobatch.launch.doctor import machine, probes
 from isobatch.tests.gpu.helpers import gpu_only
+from isobatch.tests.integration.helpers import command
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,7 +25,6 @@ def test_every_gpu_computes_and_sums(monkeypatch: pytest.MonkeyPatch) -> None:
         assert check.state == "ok", check
 
 
-def test_nothing_is_broken_on_this_machine(cli: Any, tmp_path: Path) -> None:
-    answer = cli("doctor", "--json", folder=tmp_path)
-    checks = json.loads(answer.out)["checks"]
+def test_nothing_is_broken_on_this_machine(tmp_path: Path) -> None:
+    checks = json.loads(command(own_command("doctor", "--json"), tmp_path).stdout)["checks"]
     assert [check for check in checks if check["state"] == "broken"] == []

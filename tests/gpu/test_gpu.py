@@ -10,7 +10,7 @@ import torch
 
 from isobatch.engine.noise.keyed_noise import KeyedDropout, KeyedNoise, hash_bits
 from isobatch.tests.gpu.helpers import finished, gpu_only, plan_of, ragged
-from isobatch.tests.integration.helpers import furthest, launch, losses, rows, summary
+from isobatch.tests.integration.helpers import figure, furthest, launch, losses, rows, summary
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -84,7 +84,7 @@ def test_a_recommender_learns_what_the_cpu_learns(tmp_path: Path) -> None:
     }.items():
         done = launch("auto", *common, "--name", name, *words, cwd=tmp_path, timeout=400)
         assert done.returncode == 0, done.stderr
-        curves.append([r["loss"] for r in rows(tmp_path / "runs" / name) if "lr" in r])
+        curves.append(figure(tmp_path / "runs" / name))
     assert furthest(*curves) < 1e-3
 
 

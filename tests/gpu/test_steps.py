@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -60,44 +59,6 @@ def test_no_step_of_fine_tuning_waits(pack: str, model_type: str, tmp_path: Path
     words = ["--task", "causal-lm", "--data", "asked.jsonl", "--model", "base", "--max-length", "256"]
     words += ["--batch-size", "32", "--precision", "bf16", "--compile", "off", "--pack", pack, "--lr", "1e-4"]
     watched(tmp_path, *words)
-
-
-NVML = """
-NVML_TEMPERATURE_GPU = 0
-
-class NVMLError(Exception):
-    pass
-
-class NVMLError_LibraryNotFound(NVMLError):
-    pass
-
-def nvmlInit():
-    {init}
-
-def nvmlDeviceGetPowerUsage(gpu):
-    return 300_000
-
-def not_supported(*arguments):
-    raise NVMLError("Not Supported")
-
-nvmlShutdown = nvmlDeviceGetHandleByUUID = lambda *arguments: None
-nvmlDeviceGetUtilizationRates = nvmlDeviceGetTemperature = nvmlDeviceGetMemoryInfo = not_supported
-"""
-"""A pynvml as on a MIG slice."""
-
-
-@gpu_only
-@pytest.mark.parametrize("init", ["pass", "raise NVMLError('Unknown Error')"])
-def test_errors_of_nvml_leave_figures_out(init: str, tmp_path: Path) -> None:
-    (tmp_path / "fake").mkdir()
-    (tmp_path / "fake" / "pynvml.py").write_text(NVML.format(init=init))
-    path = os.pathsep.join(filter(None, [str(tmp_path / "fake"), os.environ.get("PYTHONPATH")]))
-    conversations(tmp_path)
-    run = asked(tmp_path, "run", "--lr", "1e-4", steps=60, PYTHONPATH=path)
-    steps = [row for row in rows(run) if "lr" in row]
-    assert not [row for row in steps if "gpu_utilisation" in row]
-    power = {row["power_watts"] for row in steps if "power_watts" in row}
-    assert power == ({300.0} if init == "pass" else set())
 
 
 @gpu_only

@@ -9,8 +9,8 @@ import pytest
 from isobatch.benchmarks import child_process
 from isobatch.benchmarks.gpu.runner import FOLDER
 from isobatch.benchmarks.gpu.worlds import train_on_one_device
-from isobatch.tests.gpu.helpers import DEVICE, gpu_only, on_device, plan_of, ragged, resumed_from
-from isobatch.tests.integration.helpers import RAGGED, furthest, losses
+from isobatch.tests.gpu.helpers import DEVICE, gpu_only, on_device, plan_of, ragged
+from isobatch.tests.integration.helpers import RAGGED, furthest, losses, resumed_from
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,26 +20,19 @@ NEEDS = {"zero2": "deepspeed", "zero3": "deepspeed"}
 
 
 @on_device
-@pytest.mark.parametrize("compiled", ["off", "on"])
-def test_two_ranks_learn_what_one_does(compiled: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "compiled"), [("ddp", "on"), *((name, "off") for name in ("ddp", "zero2", "zero3", "fsdp2"))]
+)
+def test_two_ranks_learn_what_one_does(strategy: str, compiled: str, tmp_path: Path) -> None:
     """Compiled after it is wrapped, the model's reduction still overlaps its backward pass."""
-    one = ragged(tmp_path, "one", *FLAGS, "--compile", "off", steps=24)
-    words = ("--task", RAGGED, "--steps", "24", *FLAGS, "--compile", compiled, "--device", DEVICE)
-    two = tmp_path / "runs" / "ddp-two-ranks"
-    assert train_on_one_device(str(tmp_path / "runs"), "ddp", *words) == str(two)
-    assert plan_of(two)["processes"] == 2
-    assert furthest(losses(one), losses(two)) < 1e-3
-
-
-@on_device
-@pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp2"])
-def test_two_ranks_share_a_models_state(strategy: str, tmp_path: Path) -> None:
     if strategy in NEEDS:
         pytest.importorskip(NEEDS[strategy])
     one = ragged(tmp_path, "one", *FLAGS, "--compile", "off", steps=24)
-    words = ("--task", RAGGED, "--steps", "24", *FLAGS, "--compile", "off", "--device", DEVICE)
-    train_on_one_device(str(tmp_path / "runs"), strategy, *words)
-    assert furthest(losses(one), losses(tmp_path / "runs" / f"{strategy}-two-ranks")) < 1e-3
+    words = ("--task", RAGGED, "--steps", "24", *FLAGS, "--compile", compiled, "--device", DEVICE)
+    two = tmp_path / "runs" / f"{strategy}-two-ranks"
+    assert train_on_one_device(str(tmp_path / "runs"), strategy, *words) == str(two)
+    assert plan_of(two)["processes"] == 2
+    assert furthest(losses(one), losses(two)) < 1e-3
 
 
 @on_device

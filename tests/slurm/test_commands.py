@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 from typing import TYPE_CHECKING, Any
 
@@ -78,18 +77,3 @@ def test_a_job_from_the_queue_to_its_cancellation(cluster: Cluster, tmp_path: Pa
     row = listed(job)
     assert (row["state"], row["job_state"], row["leg"]) == ("stopped", "CANCELLED", 1)
     assert launch("cancel", str(job.run), cwd=tmp_path, **ask).stdout.endswith("nothing to cancel\n")
-
-
-def test_a_controller_that_does_not_answer_is_said(cluster: Cluster, tmp_path: Path) -> None:
-    job = cluster.submit("Line", "--sbatch", "--hold", cwd=tmp_path)
-    controller = int((cluster.folder / "slurmctld.pid").read_text())
-    os.kill(controller, signal.SIGSTOP)
-    try:
-        shown = launch("runs", str(job.run.parent), cwd=tmp_path, **cluster.environment)
-    finally:
-        os.kill(controller, signal.SIGCONT)
-    assert "Slurm does not answer (no answer within 5 s): whether jobs wait" in shown.stderr
-    assert f"job {job.number} (Slurm does not answer (no" in shown.stdout
-    done = launch("cancel", str(job.run), cwd=tmp_path, **cluster.environment)
-    assert f"job {job.number} was PENDING (JobHeldUser), and is cancelled" in done.stdout, done.stderr
-    wait_for(lambda: job.shown("JobState") == "CANCELLED", 10)

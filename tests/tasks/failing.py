@@ -218,12 +218,3 @@ class Thaws(Line):
 
     def begin_phase(self, model: Any, phase: str, first: Any) -> None:
         model[0].requires_grad_(phase == "warm")
-
-
-class InterruptedAtTheTenthStep(Line):
-    """As long as there is a file `interrupt` in the working folder."""
-
-    def loss(self, model: Any, batch: Batch, step: StepContext) -> dict[str, Loss]:
-        if step.number == 9 and Path("interrupt").exists():
-            raise KeyboardInterrupt
-        return super().loss(model, batch, step)

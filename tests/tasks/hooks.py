@@ -32,25 +32,6 @@ class StopsOnce(isobatch.Hook):
         self.done = state["stopped"]
 
 
-class VotesMore(isobatch.Hook):
-    votes = ("mine",)
-
-    def vote(self, step: int) -> Any:
-        return {"mine": 1.0, "yours": 2.0}
-
-
-class AsksForMore(isobatch.Hook):
-    def on_figures(self, figures: Any) -> Any:
-        return {"sleep"}
-
-
-class Talks(isobatch.Hook):
-    """A collective where the ranks may stand in different places."""
-
-    def after_update(self, state: Any, step: int) -> None:
-        state.world.all_gather_objects(step)
-
-
 class Looks(isobatch.Hook):
     def on_gradients(self, state: Any, step: int) -> Any:
         grads = [p.grad for p in state.model.parameters() if p.grad is not None]

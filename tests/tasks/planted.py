@@ -57,17 +57,16 @@ class Rows(Data):
 class Attention(nn.Module):
     """Of the eight features of a row, as a sequence of two."""
 
-    def __init__(self, kernel: str) -> None:
+    def __init__(self, in_half: bool) -> None:
         super().__init__()
-        self.kernel, self.project = kernel, nn.Linear(16, 48)
+        self.in_half, self.project = in_half, nn.Linear(16, 48)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.project(x).view(len(x), 2, 3, 1, 8).permute(2, 0, 3, 1, 4)
-        if self.kernel == "fused":
-            mixed = functional.scaled_dot_product_attention(q, k, v)
+        if self.in_half:
+            mixed = ((q @ k.transpose(-1, -2)).half().float() / 8**0.5).softmax(-1) @ v
         else:
-            scores = (q @ k.transpose(-1, -2)).half() if self.kernel == "half" else q @ k.transpose(-1, -2)
-            mixed = (scores.float() / 8**0.5).softmax(-1) @ v
+            mixed = functional.scaled_dot_product_attention(q, k, v)
         return mixed.reshape(len(x), 16)
 
 
@@ -78,9 +77,9 @@ class Net(nn.Module):
         super().__init__()
         self.plant = plant
         self.embed, self.inner = nn.Embedding(16, 16), nn.Linear(WIDTH, 16)
-        self.attn = Attention({"attention": "half", "kernel": "eager"}.get(plant, "fused"))
+        self.attn = Attention(in_half=plant == "attention")
         self.norm = nn.LayerNorm(16, eps=1e-4 if plant == "epsilon" else 1e-5)
-        self.act = nn.GELU(approximate="tanh" if plant == "activation" else "none")
+        self.act = nn.GELU()
         self.drop, self.head = nn.Identity(), nn.Linear(16, 1)
 
     def forward(self, x: Tensor, token: Tensor, drop: Callable[[Tensor], Tensor], touched: Tensor) -> Tensor:
@@ -123,8 +122,6 @@ class Planted(Task):
         elif plant == "start":
             with torch.no_grad():
                 net.head.bias.add_(0.1)
-        elif plant == "frozen":
-            net.inner.requires_grad_(False)
         return net
 
     def loss(self, model: Any, batch: Batch, step: StepContext) -> dict[str, Loss]:

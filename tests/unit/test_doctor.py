@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 import filelock
 import pytest
 
+from isobatch.core.package import own_command
 from isobatch.engine.machine.detect import make_gpu
 from isobatch.engine.machine.hardware import Hardware
 from isobatch.launch.doctor import machine, probes, run_checks
 from isobatch.launch.doctor.check import Check, broken, ok, warning
 from isobatch.launch.doctor.probes import Probe
+from isobatch.tests.integration.helpers import command
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -172,7 +174,7 @@ def test_a_line_names_the_remedy_and_a_warning_is_no_failure(
 
 
 @pytest.mark.slow
-def test_the_real_machine_is_looked_at_in_time(cli: Any, tmp_path: Path) -> None:
-    env = {"OMP_NUM_THREADS": ""}
-    found = json.loads(cli("doctor", "--json", folder=tmp_path, env=env, timeout=60).out)
+def test_the_real_machine_is_looked_at_in_time(tmp_path: Path) -> None:
+    words = own_command("doctor", "--json")
+    found = json.loads(command(words, tmp_path, timeout=60, OMP_NUM_THREADS="").stdout)
     assert [check for check in found["checks"] if check["state"] == "broken"] == []

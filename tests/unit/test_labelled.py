@@ -132,26 +132,18 @@ def test_bad_rows_are_one_line(rows: list[tuple[str, ...]], says: str, tmp_path:
         make(tmp_path).encode_splits()
 
 
-def test_all_missing_columns_are_named_at_once() -> None:
-    with pytest.raises(
-        UserError, match=r"^--data d: which column\? give --text-column and --label-column; it"
-    ):
-        find_columns("d", ["id", "note"], LabelledOptions())
-    said = r"^--label-column strs: d has no such column \(did you mean stars\?\)"
-    with pytest.raises(UserError, match=said):
-        find_columns("d", ["id", "stars"], LabelledOptions(label_column="strs"))
-
-
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("names", "options", "says"),
     [
-        ({"text_column": "sentense"}, r"--text-column sentense: .* \(did you mean sentence\?\)"),
-        ({"label_column": "stars"}, "--label-column stars: .* it has: sentence, label"),
+        (["id", "note"], {}, r"^--data d: which column\? give --text-column and --label-column; it"),
+        (["id", "stars"], {"label_column": "strs"}, r"--label-column strs: d .* \(did you mean stars\?\)"),
+        (["text", "x"], {"text_column": "txet"}, r"--text-column txet: .* \(did you mean text\?\)"),
+        (["sentence", "label"], {"label_column": "stars"}, "stars: .* it has: sentence, label"),
     ],
 )
-def test_missing_columns_are_named(options: dict[str, str], says: str, folder: Path) -> None:
+def test_all_missing_columns_are_named_at_once(names: list[str], options: dict[str, str], says: str) -> None:
     with pytest.raises(UserError, match=says):
-        make(folder, **options).check()
+        find_columns("d", names, LabelledOptions(**options))
 
 
 def test_minus_one_is_a_class_where_not_all_of_a_split_has_it(tmp_path: Path) -> None:

@@ -102,14 +102,6 @@ def test_another_models_shapes_are_refused_before_anything_is_changed() -> None:
     assert same(dict(net.state_dict()), before)
 
 
-def test_shares_do_not_depend_on_the_order_of_an_optimizers_state() -> None:
-    tensors = {name: torch.arange(5.0) for name in ("moment/step/w", "moment/exp_avg/w", "weight/w")}
-    for rank in range(2):
-        given = portable_state.rank_share(tensors, rank, 2)
-        loaded = portable_state.rank_share(dict(sorted(tensors.items())), rank, 2)
-        assert [(p.name, p.start) for p in given.pieces] == [(p.name, p.start) for p in loaded.pieces]
-
-
 @pytest.mark.parametrize("weights", [None, "ema", ["../ema"], ["/ema"], [".."], [""], [1]])
 def test_a_checkpoint_that_names_a_folder_elsewhere_is_damaged(weights: Any, tmp_path: Path) -> None:
     """A hook's weights are exported to final/NAME, also by who verifies a received run."""

@@ -125,21 +125,6 @@ def review_csv(folder: Path) -> Path:
     return folder
 
 
-def review_jsonl(folder: Path) -> Path:
-    found = reviews()
-    rows = [{"text": t, "label": len(name)} for t, name in zip(*found.values(), strict=True)]
-    write(folder, "train.jsonl", rows[40:])
-    write(folder, "valid.jsonl", rows[:50])
-    write(folder, "test.jsonl", [{"text": row["text"], "label": -1} for row in rows[:20]])
-    return folder
-
-
-def review_parquet(folder: Path) -> Path:
-    found = reviews()
-    parquet(folder, "train.parquet", {**found, "label": [float(len(name)) for name in found["label"]]})
-    return folder
-
-
 def pairs(folder: Path) -> Path:
     first, second = sentences(9, 200, most=9), sentences(10, 200, most=20)
     rows = [f"{a}\t{b}\t{n % 3 - 1}" for n, (a, b) in enumerate(zip(first, second, strict=True)) if n % 3]
@@ -166,13 +151,12 @@ def shop(folder: Path, text_ids: bool = False, times: bool = True) -> Path:
     return folder
 
 
-def shop_parquet(folder: Path, dates: bool = False) -> Path:
+def shop_parquet(folder: Path) -> Path:
     import numpy as np
 
     users, items, ratings, times = zip(*events(), strict=True)
-    when = np.array(times, "datetime64[s]") if dates else np.array(times, np.float64) / 7
     numbers = {"user_id": [int(u) for u in users], "item_id": [int(i) for i in items]}
-    columns = {**numbers, "score": [r / 2 for r in ratings], "ts": when}
+    columns = {**numbers, "score": [r / 2 for r in ratings], "ts": np.array(times, np.float64) / 7}
     parquet(folder, "ratings.parquet", columns, rows=700)
     return folder
 
@@ -199,15 +183,12 @@ CASES: dict[str, Any] = {
     "mixture": lambda f: text(Path(f"{documents(f / 'a')},{chats(f / 'b')}"), mix=(0.5, 0.5)),
     "labels in csv": lambda f: labelled(review_csv(f), class_weights="balanced"),
     "labels, vocabulary": lambda f: labelled(review_csv(f), tokenizer=vocabulary(f / "v", "film", "##ong")),
-    "labels in jsonl": lambda f: labelled(review_jsonl(f)),
-    "labels in parquet": lambda f: labelled(review_parquet(f), valid=0.2),
     "pairs": lambda f: labelled(pairs(f)),
     "pairs held out": lambda f: labelled(pairs(f) / "train.tsv"),
     "leave one out": lambda f: interactions(shop(f)),
     "leave one out, no times": lambda f: interactions(shop(f, text_ids=True, times=False)),
     "leave one out, ratings": lambda f: interactions(shop(f, text_ids=True), min_rating=3.0),
     "by time": lambda f: interactions(shop_parquet(f), split="time", min_rating=1.0),
-    "by date": lambda f: interactions(shop_parquet(f, dates=True)),
     "given": lambda f: interactions(split_shop(f)),
     "given, three": lambda f: interactions(split_shop(f, valid=True), split="given"),
 }

@@ -100,18 +100,6 @@ def test_a_recipe_file_with_a_field_that_nobody_knows_is_refused() -> None:
             Recipe.from_dict({**BASE.to_dict(), **wrong})
 
 
-@pytest.mark.parametrize(
-    ("values", "problem"),
-    [
-        ({"batch_size": "abc"}, "--batch-size abc: is not an integer"),
-        ({"optimizer": "adam"}, "did you mean adamw"),
-    ],
-)
-def test_a_recipe_made_in_python_is_checked(values: Any, problem: str) -> None:
-    with pytest.raises(UserError, match=problem):
-        Recipe(task="causal-lm", **values)
-
-
 def test_plain_python_values_become_the_fields_types() -> None:
     made = Recipe(task="causal-lm", epochs=3, warmup=10, lr="1e-4", data=Path("reviews"))  # type: ignore[arg-type]
     assert (made.epochs, made.warmup, made.lr, made.data) == ((3.0,), Interval(10, "steps"), 1e-4, "reviews")
@@ -124,6 +112,8 @@ def test_the_hash_in_the_file_is_no_field() -> None:
 @pytest.mark.parametrize(
     ("values", "problem"),
     [
+        ({"batch_size": "abc"}, "--batch-size abc: is not an integer"),
+        ({"optimizer": "adam"}, "did you mean adamw"),
         ({"epochs": (1.0,), "steps": (5,)}, "--epochs and --steps exclude each other"),
         ({"warmup": Interval(1, "minutes")}, "minutes depend on the machine"),
         ({"eval_every": Interval(1, "minutes")}, "minutes depend on the machine"),
@@ -132,7 +122,7 @@ def test_the_hash_in_the_file_is_no_field() -> None:
         ({"epochs": (2.0, 0.0)}, "--epochs 2.0,0.0: must be above 0"),
     ],
 )
-def test_fields_that_cannot_go_together(values: dict[str, Any], problem: str) -> None:
+def test_a_recipe_made_in_python_is_checked(values: dict[str, Any], problem: str) -> None:
     with pytest.raises(UserError, match=problem):
         Recipe(task="causal-lm", **values)
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from isobatch.core.errors import UserError
 from isobatch.launch.predicting import neighbours
 from isobatch.models.encoder import calibration, drift, problems
 from isobatch.models.encoder.calibration import Calibration, Confidences
@@ -245,9 +244,3 @@ def test_a_sample_that_is_certain_has_a_focal_loss_without_a_slope() -> None:
     )
     (slope,) = torch.autograd.grad(loss.sum, logits)
     assert (loss.sum.item(), slope.tolist()) == (0.0, [[0.0, 0.0]])
-
-
-def test_scores_have_no_focal_loss() -> None:
-    with pytest.raises(UserError, match="--focal 2: the labels are regression"):
-        problems.named("regression", ["score"]).check("auto", 0.0, False, 2.0)
-    problems.named("multi-label", ["a", "b"]).check("auto", 0.0, False, 2.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -16,10 +16,7 @@ from isobatch.launch.clusters.slurm import client, command
 from isobatch.launch.clusters.slurm.command import slurm
 from isobatch.launch.clusters.slurm.job import plan_for_nodes
 from isobatch.launch.clusters.slurm.legs import JobRequest
-
-if TYPE_CHECKING:
-    from isobatch.tests.conftest import Cli
-
+from isobatch.tests.integration.helpers import launch
 
 LINE = f"{Path(__file__).parents[1]}/tasks/failing.py:Line"
 
@@ -58,26 +55,26 @@ def test_what_is_wrong_is_said_before_anything_is_made(
     assert not list(tmp_path.iterdir())
 
 
-def test_the_script_is_printed_and_its_run_is_ready(cli: Cli, tmp_path: Path) -> None:
+def test_the_script_is_printed_and_its_run_is_ready(tmp_path: Path) -> None:
     words = ["slurm", "--task", LINE, "--cpu", "--nodes", "2", "--time", "00:03:00", "--name", "r"]
-    done = cli(*words, env={"PATH": "/usr/bin/nowhere"})
-    assert done.code == 0, done.err
+    done = launch(*words, cwd=tmp_path, PATH="/usr/bin/nowhere")
+    assert done.returncode == 0, done.stderr
     run = RunFolder.open(tmp_path / "runs" / "r")
-    assert done.out == (run.folder / "slurm" / "job.sh").read_text()
+    assert done.stdout == (run.folder / "slurm" / "job.sh").read_text()
     request = JobRequest.read(run.folder)
     assert [plan_for_nodes(run, nodes, request).processes for nodes in (1, 2)] == [1, 2]
-    refused = cli(*words, "--submit", env={"PATH": "/usr/bin/nowhere"})
-    assert refused.code == 2
-    assert "there is no sbatch here" in refused.err
+    refused = launch(*words, "--submit", cwd=tmp_path, PATH="/usr/bin/nowhere")
+    assert refused.returncode == 2
+    assert "there is no sbatch here" in refused.stderr
 
 
-def test_one_submission_of_a_run_at_a_time(cli: Cli, tmp_path: Path) -> None:
+def test_one_submission_of_a_run_at_a_time(tmp_path: Path) -> None:
     words = ["slurm", "--task", LINE, "--cpu", "--time", "00:03:00", "--name", "r"]
-    assert cli(*words, env={"PATH": "/usr/bin/nowhere"}).code == 0
+    assert launch(*words, cwd=tmp_path, PATH="/usr/bin/nowhere").returncode == 0
     with RunFolder(tmp_path / "runs" / "r").lock("submit"):
-        refused = cli(*words, env={"PATH": "/usr/bin/nowhere"})
-    assert refused.code == 2
-    assert "is being submitted by another process" in refused.err
+        refused = launch(*words, cwd=tmp_path, PATH="/usr/bin/nowhere")
+    assert refused.returncode == 2
+    assert "is being submitted by another process" in refused.stderr
 
 
 def test_the_numbers_are_written_short() -> None:
@@ -85,21 +82,21 @@ def test_the_numbers_are_written_short() -> None:
     assert command.array_text(range(1000), 8) == "0-999%8"
 
 
-def test_an_array_is_seeds_and_a_limit(cli: Cli) -> None:
+def test_an_array_is_seeds_and_a_limit(tmp_path: Path) -> None:
     words = ["slurm", "--task", LINE, "--cpu", "--time", "5", "--name", "r", "--json", "--parallel", "2"]
     words += ["--array", "4,0-1"]
-    made = json.loads(cli(*words, env={"PATH": "/usr/bin/nowhere"}).out)
+    made = json.loads(launch(*words, cwd=tmp_path, PATH="/usr/bin/nowhere").stdout)
     assert [Path(run).name for run in made["runs"]] == ["r-seed4", "r-seed0", "r-seed1"]
     assert "#SBATCH --array=0-2%2\n" in made["script"]
 
 
-def test_a_larger_sweep_remembers_a_smaller_one(cli: Cli, tmp_path: Path) -> None:
+def test_a_larger_sweep_remembers_a_smaller_one(tmp_path: Path) -> None:
     words = ["slurm", "--task", LINE, "--cpu", "--time", "5", "--name", "r", "--json"]
 
     def sweep(*more: str) -> tuple[dict[str, Any], str]:
-        done = cli(*words, *more, env={"PATH": f"{tmp_path}/bin:/usr/bin:/bin"})
-        assert done.code == 0, done.err
-        return json.loads(done.out), done.err
+        done = launch(*words, *more, cwd=tmp_path, PATH=f"{tmp_path}/bin:/usr/bin:/bin")
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout), done.stderr
 
     small, _ = sweep("--lr", "1e-2,3e-2")
     assert [Path(run).name for run in small["runs"]] == ["r-lr0.01", "r-lr0.03"]

@@ -23,7 +23,7 @@ from isobatch.engine.verification.run_order import RunOrder
 from isobatch.launch.commands.auto import resume
 from isobatch.launch.local.launch_run import launch_run, steps_to_skip
 from isobatch.launch.local.process_state import preserve_process_state
-from isobatch.tests.forgery import reseal
+from isobatch.tests.forgery import edit_log
 from isobatch.tests.paths import ROOT
 
 if TYPE_CHECKING:
@@ -137,13 +137,6 @@ def test_a_slow_disk_loses_no_digest(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (run.checkpoints / "train-15").is_dir()
     found = verified(run)
     assert found.verified, found.problems
-
-
-def edit_log(run: RunFolder, edit: Callable[[list[dict[str, Any]]], Any]) -> None:
-    rows = list(rows_in(run.metrics))
-    edit(rows)
-    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    reseal(run)
 
 
 def write_decisions(run: RunFolder, rows: list[dict[str, Any]]) -> None:

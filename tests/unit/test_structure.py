@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from isobatch.core.package import own_command
 from isobatch.core.strategies import STRATEGIES
+from isobatch.tests.integration.helpers import command
 from isobatch.tests.paths import REGISTER, ROOT
 
 if TYPE_CHECKING:
@@ -348,22 +350,22 @@ def test_an_answer_needs_nothing_heavy(words: list[str], code: int, tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_help_answers_at_once(cli) -> None:  # type: ignore[no-untyped-def]
+def test_help_answers_at_once(tmp_path: Path) -> None:
     seconds = []
     for _ in range(5):
         began = time.perf_counter()
-        answer = cli("--help")
+        answer = command(own_command("--help"), tmp_path)
         seconds.append(time.perf_counter() - began)
-        assert (answer.code, answer.err) == (0, "")
+        assert (answer.returncode, answer.stderr) == (0, "")
     assert min(seconds) < HELP_SECONDS
 
 
-def test_users_own_folders_of_our_names_do_not_hide_ours(cli, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_users_own_folders_of_our_names_do_not_hide_ours(tmp_path: Path) -> None:
     folder = tmp_path / 'it\'s my "project" 日本'
     for package in ("engine", "models", "data", "hub"):
         (folder / package).mkdir(parents=True)
         (folder / package / "__init__.py").write_text("raise RuntimeError('the wrong one')")
     (folder / "fire.py").write_text("raise RuntimeError('the wrong one')")
-    answer = cli("tasks", folder=folder)
-    assert (answer.code, answer.err) == (0, "")
-    assert answer.out.startswith("causal-lm")
+    answer = command(own_command("tasks"), folder)
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert answer.stdout.startswith("causal-lm")

@@ -14,12 +14,12 @@ from isobatch.engine.registry import complete
 from isobatch.engine.task_files import load_task_class, task_file_hash
 from isobatch.engine.train.hooks import Hook, name_of
 from isobatch.engine.train.own_hooks import BUILT_IN, load_hooks, with_learning_hooks
+from isobatch.tests.integration.helpers import launch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from isobatch.tests.conftest import Cli
 
 TASK = """
 from isobatch import Task
@@ -73,12 +73,12 @@ def test_an_import_error_shows_the_users_frames_alone(tmp_path: Path) -> None:
     assert caught.value.exit_code == 2
 
 
-def test_on_the_command_line_it_ends_with_2(tmp_path: Path, cli: Cli) -> None:
+def test_on_the_command_line_it_ends_with_2(tmp_path: Path) -> None:
     written(tmp_path, "def broken(:\n")
-    done = cli("describe", "./mine.py:Mine")
-    assert done.code == 2
-    assert "SyntaxError" in done.err.splitlines()[-1]
-    assert "launch/cli.py" not in done.err
+    done = launch("describe", "./mine.py:Mine", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "SyntaxError" in done.stderr.splitlines()[-1]
+    assert "launch/cli.py" not in done.stderr
 
 
 def test_a_file_is_known_by_its_content(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_a_hook_that_cannot_be_one_is_refused_by_name(
         load_hooks([word])
 
 
-def test_what_is_no_hook_is_said_before_data_is_read(tmp_path: Path, cli: Cli) -> None:
+def test_what_is_no_hook_is_said_before_data_is_read(tmp_path: Path) -> None:
     word = hook(tmp_path)
     gone, other = word.replace("hooks", "gone"), word.replace("Mine", "Min")
     for words, said in (
@@ -205,10 +205,12 @@ def test_what_is_no_hook_is_said_before_data_is_read(tmp_path: Path, cli: Cli) -
         ((word, word), "another hook is called mine"),
         (("mine",), "is no file; several processes, or a resume, need ./file.py:Class"),
     ):
-        done = cli("auto", "--task", "causal-lm", "--data", "nowhere", "--hook", ",".join(words))
-        assert done.code == 2
-        assert done.err.count("\n") == 1
-        assert f"--hook {words[-1]}: {said}" in done.err
+        done = launch(
+            "auto", "--task", "causal-lm", "--data", "nowhere", "--hook", ",".join(words), cwd=tmp_path
+        )
+        assert done.returncode == 2
+        assert done.stderr.count("\n") == 1
+        assert f"--hook {words[-1]}: {said}" in done.stderr
 
 
 def test_only_a_hook_that_says_so_is_in_the_recipe(tmp_path: Path) -> None:
