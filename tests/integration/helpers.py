@@ -9,6 +9,7 @@ import http.client
 import io
 import json
 import os
+import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -102,6 +103,24 @@ def losses(run: Path) -> list[float]:
     return [r["loss"] for r in found]
 
 
+def figure(run: Path, name: str = "loss") -> list[Any]:
+    """Of every logged step of all phases, in order."""
+    return [row.get(name) for row in rows(run) if "lr" in row]
+
+
+def resumed_from(run: Path, step: int) -> Path:
+    """A copy of a finished run that went on from its checkpoint of `step`, as if it had ended there."""
+    again = run.with_name(f"{run.name}-from-{step}")
+    shutil.copytree(run, again)
+    for saved in (again / "checkpoints").iterdir():
+        if int(saved.name.rpartition("-")[2]) > step:
+            shutil.rmtree(saved)
+    shutil.rmtree(again / "final")
+    (again / "summary.json").unlink()
+    succeed("resume", str(again), "--quiet", cwd=run.parent.parent, timeout=400)
+    return again
+
+
 def killed_at_random(words: list[str], run: Path, generator: random.Random, steps: int = 1) -> int:
     """Start, wait for so many new steps and a random moment more, kill; returns how many were logged."""
     process = subprocess.Popen(
@@ -140,6 +159,11 @@ def kill_all(processes: list[psutil.Process]) -> None:
 def logged(run: Path) -> int:
     path = run / "metrics.jsonl"
     return path.read_text().count('"lr"') if path.exists() else 0
+
+
+def plan_of(run: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run / "plan.json").read_text())
+    return found
 
 
 def summary(run: Path) -> dict[str, Any]:

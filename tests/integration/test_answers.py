@@ -73,6 +73,7 @@ def test_answers_are_those_of_transformers_and_stand_before_and_after(home: Path
     assert "valid tool calls before training" in page
 
 
+@pytest.mark.slow
 def test_two_processes_in_other_micro_batches_answer_the_same(home: Path) -> None:
     more = ["--steps", "20", "--eval-every", "20", "--valid", "0.2", "--processes", "2", "--micro-batch", "2"]
     succeed(*TASK, *MODEL, *more, "--name", "two", cwd=home)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -16,12 +15,8 @@ if TYPE_CHECKING:
 
 LM = ["--task", "causal-lm"]
 WORDS = {
-    "unknown flag": (["auto", *LM, "--epohs", "3"], "did you mean --epochs?"),
     "unknown command": (["trian"], "did you mean train?"),
-    "no such data": (["auto", *LM, "--data", "no where/ü"], "no where/ü"),
-    "no such run": (["resume", "nothing"], "nothing is not a run"),
     "no gpu": (["auto", *LM, "--device", "cuda"], "cuda"),
-    "no such tracker": (["auto", *LM, "--tracker", "wandb"], "pip install wandb"),
 }
 
 
@@ -37,8 +32,6 @@ def complaint(done: subprocess.CompletedProcess[str]) -> str:
 @pytest.mark.parametrize("name", WORDS)
 def test_wrong_words(name: str, tmp_path: Path) -> None:
     words, hint = WORDS[name]
-    if name == "no such tracker":
-        pytest.importorskip("tensorboard")
     assert hint in complaint(launch(*words, cwd=tmp_path))
     assert list(tmp_path.iterdir()) == []
 
@@ -88,8 +81,6 @@ def test_a_users_models_and_data_do_not_hide_ours(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "__init__.py").write_text("raise SystemExit('the wrong data')")
     (tmp_path / "engine.py").write_text("raise SystemExit('the wrong engine')")
-    done = succeed("describe", "causal-lm", "--json", cwd=tmp_path)
-    assert json.loads(done.stdout)["task"] == "causal-lm"
     script = subprocess.run(
         [sys.executable, str(ROOT / "launch/train.py"), "--task", "nothing"],
         cwd=tmp_path,

@@ -14,7 +14,7 @@ from isobatch.tests.integration.helpers import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 TASK = f"{ROOT}/tests/tasks/ragged.py:RaggedLM"
-STEPS = 100
+STEPS = 40
 
 
 class Measured(NamedTuple):
@@ -83,21 +83,12 @@ CUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one process, many micro-batches": (1, {"micro_batch_samples": 5, "micro_batch_tokens": 130}),
     "one process, recomputed activations": (1, {"micro_batch_samples": 7, "activation_checkpointing": True}),
     "two processes": (2, {"micro_batch_samples": 5}),
-    "two processes, overlapped, recomputed": (
-        2,
-        {
-            "micro_batch_samples": 5,
-            "micro_batch_tokens": 110,
-            "reduction": "overlapped",
-            "activation_checkpointing": True,
-        },
-    ),
     "three processes": (3, {"micro_batch_tokens": 100}),
     "five processes, overlapped": (5, {"micro_batch_samples": 3, "reduction": "overlapped"}),
 }
 
 
-SOAKED = ("three processes", "five processes, overlapped", "two processes, overlapped, recomputed")
+SOAKED = ("three processes", "five processes, overlapped")
 
 
 @pytest.mark.parametrize(

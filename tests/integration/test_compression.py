@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from isobatch.tests.integration.helpers import (
+    figure,
     furthest,
     killed_at_random,
     launch,
@@ -45,10 +46,6 @@ def decided(run: Path) -> list[dict[str, Any]]:
     return [r for r in rows(run, "decisions.jsonl") if r["decision"] == "change of the model"]
 
 
-def trained(run: Path) -> list[float]:
-    return [r["loss"] for r in rows(run) if "lr" in r]
-
-
 @pytest.mark.slow
 def test_sparsity_rises_as_a_cubic_and_the_model_is_cut_on_the_way(home: Path) -> None:
     run = home / "runs" / "pruned"
@@ -71,7 +68,7 @@ def test_sparsity_rises_as_a_cubic_and_the_model_is_cut_on_the_way(home: Path) -
     assert 0 <= found["mcnemar_p"] <= 1
     whole, cut = summary(home / "runs" / "teacher"), summary(run)
     assert cut["parameters"] < whole["parameters"]
-    sparsity = [r["sparsity"] for r in rows(run) if "lr" in r]
+    sparsity = figure(run, "sparsity")
     assert sparsity == sorted(sparsity)
 
 
@@ -92,7 +89,7 @@ def test_two_processes_prune_the_same(home: Path) -> None:
     succeed(*words, cwd=home)
     one, two = home / "runs" / "pruned", home / "runs" / "two"
     assert decided(one) == decided(two)
-    assert furthest(trained(one), trained(two)) < 1e-4
+    assert furthest(figure(one), figure(two)) < 1e-4
     succeed("verify", str(two), cwd=home)
 
 
@@ -109,12 +106,13 @@ def test_killed_in_the_middle_of_pruning_it_ends_the_same(home: Path, tmp_path: 
         shutil.move(tmp_path / "pruned", home / "runs" / "pruned")
     whole = home / "runs" / "pruned"
     assert decided(run) == decided(whole)
-    assert trained(run) == trained(whole)
+    assert figure(run) == figure(whole)
     weights = [(r / "final" / "model.safetensors").read_bytes() for r in (run, whole)]
     assert weights[0] == weights[1]
     succeed("verify", str(run), cwd=home)
 
 
+@pytest.mark.slow
 def test_a_pruned_model_becomes_a_small_verified_file(home: Path) -> None:
     words = ["auto", "--task", "qat", "--pruned", "runs/pruned", "--epochs", "1", "--name", "small", *SMALL]
     succeed(*words, cwd=home)

@@ -9,15 +9,12 @@ import sys
 import tomllib
 from typing import TYPE_CHECKING
 
-import pytest
-
 from isobatch.core.extras import EXTRAS
 from isobatch.tests.paths import REGISTER, ROOT
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-TWO = ("--processes", "2")
 WITHOUT = f"import sys; sys.modules.update(dict.fromkeys({sorted(EXTRAS)}))\n{REGISTER}"
 """None in sys.modules: such a library is neither found nor imported."""
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -44,7 +41,14 @@ def without_extras(code: str, *words: str, folder: Path) -> subprocess.Completed
     )
 
 
-RUN = "from isobatch.launch.cli import main; sys.exit(main(sys.argv[1:]))"
+EACH = """
+import json
+from isobatch.launch.cli import main
+for words in json.loads(sys.argv[1]):
+    code = main(words)
+    print(f"\\nended with {code}", file=sys.stderr)
+"""
+"""Commands, one after the other in one interpreter."""
 
 
 def test_every_module_imports(tmp_path: Path) -> None:
@@ -61,34 +65,31 @@ def test_a_chat_and_a_recommender_train_and_answer(tmp_path: Path) -> None:
     row = {"instruction": "When do you open?", "output": "At nine."}
     (tmp_path / "chats.jsonl").write_text("\n".join([json.dumps(row)] * 40))
     (tmp_path / "shop.csv").write_text("\n".join(SHOP))
-    common = ["--steps", "3", "--device", "cpu", "--quiet"]
-    for task, data, name, answer in (
-        ("causal-lm", "chats.jsonl", "bot", ["chat", "runs/bot", "--prompt", "When?", "--tokens", "4"]),
-        ("recommender", "shop.csv", "shop", ["recommend", "runs/shop", "--user", "u1", "--top", "2"]),
+    chat = "--task causal-lm --data chats.jsonl --model tiny --name bot"
+    shop = "--task recommender --data shop.csv --preset ids --name shop"
+    for train, answer in (
+        (chat, ["chat", "runs/bot", "--prompt", "When?", "--tokens", "4"]),
+        (shop, ["recommend", "runs/shop", "--user", "u1"]),
     ):
-        model = ["--model", "tiny"] if task == "causal-lm" else ["--preset", "ids"]
-        words = ["auto", "--task", task, "--data", data, *model, "--name", name, *common]
-        for step in (words, answer):
-            done = without_extras(RUN, *step, folder=tmp_path)
-            assert done.returncode == 0, done.stderr[-2000:]
+        words = ["auto", *train.split(), "--steps", "3", "--device", "cpu", "--quiet"]
+        done = without_extras(EACH, json.dumps([words, answer]), folder=tmp_path)
+        assert done.stderr.count("\nended with 0\n") == 2, done.stderr[-2000:]
 
 
-@pytest.mark.parametrize(
-    ("words", "extra"),
-    [
-        (["auto", "--task", "causal-lm", "--model", "tiny", "--optimizer", "adamw8bit"], "4bit"),
-        (["auto", "--task", "causal-lm", "--model", "tiny", "--strategy", "zero1", *TWO], "zero"),
-        (["auto", "--task", "compress", "--model", "tiny"], "onnx"),
-        (["auto", "--task", "qat", "--model", "tiny"], "onnx"),
-        (["auto", "--task", "causal-lm", "--model", "tiny", "--tracker", "tensorboard"], "trackers"),
-    ],
-)
-def test_a_message_names_the_extra_before_anything_trains(
-    words: list[str], extra: str, tmp_path: Path
-) -> None:
-    done = without_extras(RUN, *words, "--device", "cpu", "--steps", "2", folder=tmp_path)
-    assert done.returncode == 2, done.stderr[-2000:]
-    assert f"isobatch[{extra}]" in done.stderr.splitlines()[-1]
+ASKED = [
+    ("--task causal-lm --model tiny --optimizer adamw8bit", "4bit"),
+    ("--task causal-lm --model tiny --strategy zero1 --processes 2", "zero"),
+    ("--task compress --model tiny", "onnx"),
+    ("--task qat --model tiny", "onnx"),
+    ("--task causal-lm --model tiny --tracker tensorboard", "trackers"),
+]
+
+
+def test_a_message_names_the_extra_before_anything_trains(tmp_path: Path) -> None:
+    commands = [["auto", *words.split(), "--device", "cpu", "--steps", "2"] for words, _ in ASKED]
+    said = without_extras(EACH, json.dumps(commands), folder=tmp_path).stderr.split("\nended with 2\n")
+    for text, (words, extra) in zip(said, [*ASKED, ("", "")], strict=True):
+        assert (f"isobatch[{extra}]" in text.splitlines()[-1]) if extra else not text, (words, text)
     assert not (tmp_path / "runs").exists()
 
 

@@ -27,7 +27,7 @@ from isobatch.engine.optimization.schedule import learning_rate, phase_schedules
 from isobatch.engine.registry import workload
 from isobatch.engine.runs.metrics_log import SEAL, first_seal
 from isobatch.engine.runs.run_folder import RunFolder
-from isobatch.tests.forgery import one_process, reseal
+from isobatch.tests.forgery import edit_log, one_process
 from isobatch.tests.integration.helpers import launch, succeed
 from isobatch.tests.paths import ROOT
 from isobatch.tests.unit.helpers import save_checkpoint
@@ -61,14 +61,6 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> Fixtures:
 
 def copy(run: Path, folder: Path) -> RunFolder:
     return RunFolder(shutil.copytree(run, folder / "forged"))
-
-
-def edit_log(run: RunFolder, edit: Callable[[Rows], Any]) -> None:
-    """Edit the rows of the log and seal them again."""
-    rows = list(rows_in(run.metrics))
-    edit(rows)
-    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    reseal(run)
 
 
 def edit_json(path: Path, **values: Any) -> None:
@@ -131,15 +123,6 @@ def random_final_and_checkpoint(run: RunFolder) -> None:
     rewrite_checkpoint(run, f"train-{STEPS}", change)
 
 
-def flipped_byte(run: RunFolder) -> None:
-    path = run.checkpoints / f"train-{STEPS}" / "node-00000.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 0x10
-    path.write_bytes(content)
-    sums = {"bytes": len(content), "sha256": bytes_digest(path)}
-    edit_json(path.with_name("checksums.json"), parts=[sums])
-
-
 def claim(run: RunFolder, recipe: Any) -> None:
     """Say that the run was trained by another recipe, everywhere."""
     recipe_file = {**recipe.to_dict(), "hash": recipe.hash()}
@@ -157,12 +140,6 @@ def claim(run: RunFolder, recipe: Any) -> None:
             row["lr"] = learning_rate(recipe, schedule.lr, *where)
 
     edit_log(fresh, edit)
-
-
-def swapped_checkpoints(run: RunFolder) -> None:
-    one, two = run.checkpoints / f"train-{STEPS}", run.checkpoints / f"train-{STEPS - 3}"
-    for path, target in ((one, run.checkpoints / "x-0"), (two, one), (run.checkpoints / "x-0", two)):
-        path.rename(target)
 
 
 def best_replaced(run: RunFolder) -> None:
@@ -348,10 +325,6 @@ def of_rows(field: str, **more: Any) -> Attack:
     return log(lambda rows: [row.update(more) for row in rows if field in row])
 
 
-def steps_said(steps: int) -> Attack:
-    return lambda run: edit_summary(run, steps=steps)
-
-
 def split_without_a_row(run: RunFolder) -> None:
     edit_summary(run, metrics_by_split={**(run.summary() or {})["metrics_by_split"], "test": {}})
 
@@ -367,19 +340,12 @@ BY_LEVEL: dict[tuple[str, str], dict[str, Attack]] = {
         "invented evaluation": log(lambda rows: rows.insert(place_of(7, rows), EVALUATION)),
         "field of no row": of_rows("checkpoint", award="gold"),
         "key twice": key_twice,
-        "deleted rows": without(lambda row: not 13 <= row["step"] <= 15),
-        "flipped byte": flipped_byte,
         "forged decision": decides(False, **BEST),
         "added code": adds("evil.py"),
         "forged summary": lambda run: edit_json(run.folder / "summary.json", parameters=7),
         "other patience": claims(patience=3),
         "unread field": claims(label_smoothing=0.1),
-        "swapped checkpoints": swapped_checkpoints,
-        "shorter training": then(
-            without(lambda row: row["step"] <= 20 or "chain" not in row), steps_said(20)
-        ),
         "unfinished with final": unfinished_with_final,
-        "rows without rates": log(lambda rows: [row.pop("lr", None) for row in rows]),
         "unknown rows": log(lambda rows: rows.insert(3, {"phase": "train", "step": 3, "better": True})),
         "malformed row": log(lambda rows: rows[2].update(lr="fast")),
     },

@@ -1,6 +1,6 @@
 """What hooks hold per parameter is saved and read under any strategy and world, and can stand in as weights.
 
-Run as a script, it is a rank: `torchrun test_hook_tensors.py FOLDER write|read`.
+Run as a script, it is a rank: `torchrun test_hook_tensors.py FOLDER write|read STRATEGY...`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from isobatch.engine.distributed.communicator import Communicator
     from isobatch.engine.strategies.base import Strategy
 
+QUICK = ("ddp", "zero3-gathered", "fsdp2")
 SHARDED = ("ddp", "zero1", "zero2", "zero3", "zero3-gathered", "fsdp2")
 
 
@@ -36,17 +37,16 @@ def launch(size: int, *words: str) -> None:
 
 
 def test_what_any_strategy_wrote_any_other_reads(tmp_path: Path) -> None:
-    launch(1, str(tmp_path), "write")
-    launch(2, str(tmp_path), "write")
-    assert len(list(tmp_path.glob("*-1"))) == 1 + len(SHARDED)
-    launch(1, str(tmp_path), "read")
-    launch(2, str(tmp_path), "read")
+    for mode in ("write", "read"):
+        launch(1, str(tmp_path), mode, "single")
+        launch(2, str(tmp_path), mode, *QUICK)
+    assert len(list(tmp_path.glob("*-1"))) == 1 + len(QUICK)
 
 
 @pytest.mark.slow
 def test_three_processes_read_what_two_wrote(tmp_path: Path) -> None:
-    launch(2, str(tmp_path), "write")
-    launch(3, str(tmp_path), "read")
+    launch(2, str(tmp_path), "write", *SHARDED)
+    launch(3, str(tmp_path), "read", *SHARDED)
 
 
 def network() -> Any:
@@ -87,13 +87,13 @@ def equal(some: dict[str, Tensor], others: dict[str, Tensor]) -> bool:
     return some.keys() == others.keys() and all(some[n].equal(others[n]) for n in some)
 
 
-def strategies(world: Communicator, folder: Path) -> Iterator[tuple[str, Strategy]]:
+def strategies(world: Communicator, folder: Path, names: tuple[str, ...]) -> Iterator[tuple[str, Strategy]]:
     """(name, strategy after a step), one after another."""
     from isobatch.core.recipe import Recipe
     from isobatch.engine.strategies.base import strategy_class
     from isobatch.tests.unit.helpers import optimizer_of, plan
 
-    for name in SHARDED if world.size > 1 else ("single",):
+    for name in names:
         kind, *gathered = name.split("-")
         if gathered:  # DeepSpeed would keep such small weights gathered all the time
             config = json.loads((ROOT / "configs" / "deepspeed" / f"{kind}.json").read_text())
@@ -159,18 +159,25 @@ def read(strategy: Strategy, folder: Path) -> None:
     assert equal(held(strategy), undisturbed)
 
 
-def rank(folder: Path, mode: str) -> None:
+def to_read(folder: Path, own: str, size: int) -> list[Path]:
+    """All that was written; of two processes each strategy reads its own and the next one's."""
+    found = sorted(folder.glob("[!.]*-1"))
+    place = [saved.name for saved in found].index(own)
+    return found if size != 2 else [found[place], found[(place + 1) % len(found)]]
+
+
+def rank(folder: Path, mode: str, *names: str) -> None:
     from isobatch.core.errors import TrainingError
     from isobatch.engine.distributed.communicator import Communicator
     from isobatch.engine.machine.detect import rank_and_world_size
     from isobatch.tests.unit.helpers import plan
 
     world = Communicator(plan(processes=rank_and_world_size(os.environ)[1]), hang_timeout=60)
-    for name, strategy in strategies(world, folder):
+    for name, strategy in strategies(world, folder, names):
         if mode == "write":
             write(strategy, name, folder)
             continue
-        for saved in sorted(folder.glob("[!.]*-1")):
+        for saved in to_read(folder, f"{name}-1", world.size):
             read(strategy, saved)
         wrong = next(strategy.held())[1][:0]
         with pytest.raises(TrainingError, match=r"hook odd: has .* for 2.weight, which is held as"):
@@ -180,6 +187,6 @@ def rank(folder: Path, mode: str) -> None:
 
 
 if __name__ == "__main__":
-    rank(Path(sys.argv[1]), sys.argv[2])
+    rank(Path(sys.argv[1]), *sys.argv[2:])
     sys.stdout.flush()
     os._exit(0)  # the interpreter's own end may wait for gloo's threads

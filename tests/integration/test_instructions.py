@@ -17,9 +17,7 @@ from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.report.page import write_report
 from isobatch.launch.serving.command import ServeOptions, make_app
 from isobatch.tests.integration.helpers import (
-    furthest,
     launch,
-    ledger,
     losses,
     port_of,
     post,
@@ -117,20 +115,6 @@ def test_perplexity_is_of_the_answers_tokens_as_others_compute_it(home: Path) ->
     found = summary(home / "runs" / "asked")["metrics"]
     assert found["loss"] == pytest.approx(float(done.stdout), rel=1e-4)
     assert found["perplexity"] == pytest.approx(math.exp(float(done.stdout)), rel=1e-4)
-
-
-@pytest.mark.slow
-def test_processes_learn_the_same_end_to_end_and_every_sample_once_an_epoch(home: Path) -> None:
-    """Two processes without padding against one with it."""
-    flags = ["--data", "asked.jsonl", "--model", "tiny", "--steps", "200", "--save-every", "75", "--ledger"]
-    more = ["--keep", "9", "--name", "two", "--processes", "2", "--pack", "on", "--again"]
-    succeed(*TASK, *flags, *more, cwd=home)
-    one, two = home / "runs" / "asked", home / "runs" / "two"
-    assert furthest(losses(one)[:20], losses(two)[:20]) < 1e-5
-    epoch = [n for row in ledger(two)[:6] for n in row["samples"]]
-    assert sorted(epoch) == list(range(46))
-    assert summary(two)["padding_fraction"] == 0 < summary(one)["padding_fraction"]
-    succeed("verify", str(two), cwd=home)
 
 
 def test_a_chat_goes_on_over_turns(home: Path) -> None:

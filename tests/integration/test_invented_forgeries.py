@@ -265,35 +265,6 @@ def warm_start_hidden(run: Path, home: Path) -> None:
     mend(run, log)
 
 
-def payload_in_unused_positions(run: Path, home: Path) -> None:
-    """Weights that no text reaches are set three steps before the end; the honest program goes on."""
-    keep_only(run, "train-9", "train-12")
-
-    def payload(table: np.ndarray) -> np.ndarray:
-        table[40:] += 0.5
-        return table
-
-    edit_saved(run / "checkpoints" / "train-9", "weight/transformer.wpe.weight", payload)
-    log = rows(run)
-    sealed = max(i for i, row in enumerate(log) if "seal" in row and row["step"] == 9)
-    mend(run, log[: sealed + 1])
-    go_on(run, home, "train-9")
-    log = rows(run)
-    (end,) = [row for row in log if "final" in row]
-    end["summary"]["resumed_from"] = None
-    for row in log:  # a resumed run says again what it logs
-        if row["step"] > 1:
-            for name in ("log_every", "ledger"):
-                row.pop(name, None)
-    mend(run, log)
-
-
-def another_decay_claimed(run: Path, _: Path) -> None:
-    """Trained with weight decay; the recipe says without."""
-    edit(run / "recipe.json", weight_decay=0.0)
-    mend(run)
-
-
 def end_moved(run: Path, change: Callable[[np.ndarray], np.ndarray]) -> None:
     """Other last weights, in the checkpoint and in what is exported of it."""
     edit_saved(run / "checkpoints" / LAST[1], "weight/0.weight", change)
@@ -342,30 +313,6 @@ def step_left_out(run: Path, home: Path) -> None:
     mend(run, log)
 
 
-def bad_rows_lost(run: Path, _: Path) -> None:
-    """Rows that nobody shall see are said to have been lost when the run was resumed."""
-    log = rows(run)
-    first, last = (next(i for i, r in enumerate(log) if r["step"] == s and "lr" in r) for s in (9, 20))
-    size = sum(len(json.dumps(row)) + 1 for row in log[:last])
-    lost = (
-        f"rows up to step 19 of train were lost or changed (3312 bytes, {size} when the checkpoint was saved)"
-    )
-    keep_only(run, "train-21", *LAST)
-    mend(run, [*log[:first], {"phase": "train", "step": 19, "lost": lost}, *log[last:]])
-
-
-def sample_never_seen(run: Path, _: Path) -> None:
-    """The ledger says that a sample was not learnt: another stands in its place."""
-    path = run / "samples.bin"
-    content = bytearray(path.read_bytes())
-    record = len(content) // 12
-    place = 6 * record + record - 4  # the last sample of step 7
-    number = int.from_bytes(content[place : place + 4], "little")
-    content[place : place + 4] = (number + 1).to_bytes(4, "little")
-    path.write_bytes(content)
-    mend(run)
-
-
 def adapter_of_another_base(run: Path, home: Path) -> None:
     """The adapter is handed over for another model than it was trained on."""
     edit(run / "final" / "adapter_config.json", base_model_name_or_path=str(home / "other"))
@@ -395,25 +342,6 @@ def all_a_hair_better(run: Path, _: Path) -> None:
                 figures["bits_per_byte"] *= 1 - 9e-5
                 figures["word_perplexity"] **= 1 - 9e-5
     mend(run, log)
-
-
-def held_out_figures_lower(run: Path, _: Path) -> None:
-    """Held-out losses are small, and lower by a constant."""
-    log = rows(run)
-    for row in log:
-        for figures in (row, row.get("summary", {}).get("metrics"), *by_split(row)):
-            if figures and "loss" in figures and "lr" not in figures:
-                figures["loss"] -= 9e-5
-    mend(run, log)
-
-
-def small_figures_lower(run: Path, home: Path) -> None:
-    """So are the losses of training."""
-    log = rows(run)
-    for row in log:
-        row |= {"loss": row["loss"] - 1.8e-5} if "lr" in row else {}
-    mend(run, log)
-    held_out_figures_lower(run, home)
 
 
 def by_split(row: dict[str, Any]) -> Iterator[dict[str, float]]:
@@ -460,13 +388,9 @@ HAIR = r"(equal )?within ([1-9](\.\d+)?e-05|0\.0000[1-9])"
 FORGERIES = [
     Expected(tokens_renamed, "text", r"final/(tokenizer\.json|model\.safetensors)"),
     Expected(warm_start_hidden, "sine", WEIGHTS, ON_TRUST),
-    Expected(payload_in_unused_positions, "text", WEIGHTS, ON_TRUST),
-    Expected(another_decay_claimed, "sine", WEIGHTS),
     Expected(one_ulp, "sine", WEIGHTS, r"weights.*(differ|within|not .*bit)", "bit for bit"),
     Expected(another_machine_claimed, "sine", WEIGHTS, r"weights.*(differ|within|not .*bit)", "bit for bit"),
     Expected(step_left_out, "sine", r"left out|leave out|step 16", ON_TRUST),
-    Expected(bad_rows_lost, "sine", r"lost|missing|lacks"),
-    Expected(sample_never_seen, "text", r"ledger|samples"),
     Expected(adapter_of_another_base, "adapter", r"adapter_config\.json"),
     Expected(twin_of_a_file, "adapter", r"modeling\.py|t\u043ekenizer\.json"),
     Expected(
@@ -477,7 +401,6 @@ FORGERIES = [
         "bit for bit.*metrics|equal within [0-9.]+e-0[6-9]",
     ),
     Expected(all_a_hair_better, "sine", r"loss|card", HAIR, r"equal within [0-9.]+e-0[6-9]"),
-    Expected(small_figures_lower, "warm", r"loss", HAIR, r"equal within [0-9.]+e-0[6-9]"),
     Expected(more_samples_measured, "sine", r"facts|samples|README"),
     Expected(losses_no_number, "sine", r"loss|finite|nan", ON_TRUST),
 ]

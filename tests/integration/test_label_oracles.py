@@ -33,7 +33,8 @@ from transformers import (
 )
 
 import isobatch
-from isobatch.tests.integration.helpers import ledger, predictions, rows, succeed, summary
+from isobatch.tests.integration.helpers import figure, ledger, predictions, succeed, summary
+from isobatch.tests.integration.plain_loops import adamw, take_steps
 from isobatch.tests.tiny_models import TYPED, _word_pieces
 
 if TYPE_CHECKING:
@@ -141,10 +142,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     BertForMaskedLM(config).save_pretrained(folder / "encoder")
     tokenizer.save_pretrained(folder / "encoder")
     for name, kind in KINDS.items():
-        model, data = plain(kind, folder / "encoder"), read(folder, name, "train")
+        model = plain(kind, folder / "encoder")
         for count, role in ((40, "student"), (40, "teacher")):
             taken = [random.Random(role + str(n)).sample(range(ROWS), BATCH) for n in range(count)]
-            take(model, taken, own_loss, kind, tokenizer, data, [2e-3] * count)
+            take_steps(model, adamw(model, DECAY), [2e-3] * count, taken, of_batch(name, folder))
             model.save_pretrained(folder / name / role)
             tokenizer.save_pretrained(folder / name / role)
     return folder
@@ -199,43 +200,14 @@ def own_loss(model: Any, batch: dict[str, Tensor]) -> Any:
     return model(**batch).loss
 
 
-def figure(run: Path, name: str) -> list[float]:
-    return [row[name] for row in rows(run) if "lr" in row]
-
-
 RATES = [RATE * ((n + 1) / 2 if n < 2 else 1 - (n - 2) / (STEPS - 2)) for n in range(STEPS)]
 """Two steps that rise, then a line to 0."""
 
 
-def take(
-    model: Any,
-    taken: list[list[int]],
-    loss: Callable[[Any, dict[str, Tensor]], Tensor],
-    kind: Kind,
-    tokenizer: Any,
-    data: list[dict[str, Any]],
-    rates: list[float],
-    faster: tuple[float, list[str]] = (1.0, []),
-) -> list[float]:
-    """The losses of AdamW's steps: matrices decay, vectors do not; the whole gradient is clipped at 1.
-
-    `faster`: how many times, and which parameters are.
-    """
-    groups = [
-        {"params": [p], "weight_decay": DECAY if p.ndim > 1 else 0.0, "share": faster[0] ** (n in faster[1])}
-        for n, p in model.train().named_parameters()
-    ]
-    found, optimizer = [], torch.optim.AdamW(groups)
-    for rate, numbers in zip(rates, taken, strict=True):
-        for group in optimizer.param_groups:
-            group["lr"] = rate * group["share"]
-        optimizer.zero_grad()
-        value = loss(model, batch_of(kind, tokenizer, [data[n] for n in numbers]))
-        value.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        found.append(float(value.detach()))
-    return found
+def of_batch(name: str, home: Path, loss: Callable[[Any, dict[str, Tensor]], Tensor] = own_loss) -> Any:
+    """A loss of rows of training by their numbers."""
+    tokenizer, data = AutoTokenizer.from_pretrained(home / "encoder"), read(home, name, "train")
+    return lambda model, taken: loss(model, batch_of(KINDS[name], tokenizer, [data[n] for n in taken]))
 
 
 def agree(
@@ -249,12 +221,12 @@ def agree(
     **more: Any,
 ) -> list[Path]:
     """The runs on so many processes, which have the losses and rates of one loop."""
-    kind, data = KINDS[name], read(home, name, "train")
+    kind = KINDS[name]
     runs = [train(home, task, name, words, count) for count in processes]
     taken = [list(step["samples"]) for step in ledger(runs[0])]
     assert all([list(step["samples"]) for step in ledger(run)] == taken for run in runs)
     model, tokenizer = begin(runs[0]), AutoTokenizer.from_pretrained(home / "encoder")
-    expected = take(model, taken, loss, kind, tokenizer, data, RATES, **more)
+    expected = take_steps(model, adamw(model, DECAY, **more), RATES, taken, of_batch(name, home, loss))
     with torch.no_grad():
         held = {
             split: float(model.eval()(**batch_of(kind, tokenizer, read(home, name, split))).loss)
@@ -280,7 +252,7 @@ def test_a_new_head_learns_faster(home: Path) -> None:
 
     new = ["classifier.weight", "classifier.bias"]
     words = f"--model {home}/encoder --head-rate 4"
-    agree(home, "classifier", "one", words, own_loss, begin, faster=(4.0, new))
+    agree(home, "classifier", "one", words, own_loss, begin, faster=4.0, new=new)
 
 
 class Held(NamedTuple):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from safetensors.numpy import load_file
 
-from isobatch.tests.integration.helpers import rows, succeed, summary
+from isobatch.tests.integration.helpers import figure, succeed, summary
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -47,7 +47,7 @@ def test_labels_of_every_kind_go_from_training_to_answers(problem: str, tmp_path
         where = ["--model", "tiny", "--steps", "80", "--processes", processes, "--name", name]
         succeed(*train, "--task", "classifier", *where, cwd=tmp_path)
     one, two = (tmp_path / "runs" / name for name in ("alone", "base"))
-    losses = [[r["loss"] for r in rows(run) if "lr" in r] for run in (one, two)]
+    losses = [figure(run) for run in (one, two)]
     assert losses[0][:20] == pytest.approx(losses[1][:20], abs=2e-5)  # then the noise of sums has grown
     measured = [summary(run)["metrics"] for run in (one, two)]
     assert measured[0].keys() == measured[1].keys()

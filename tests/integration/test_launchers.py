@@ -63,17 +63,6 @@ def test_same_losses_under_every_launcher(launcher: str, alone: Path, tmp_path: 
     assert [p.name for p in run.parent.iterdir()] == ["run"]
 
 
-def test_verify_in_another_world(alone: Path) -> None:
-    done = succeed("verify", str(alone), "--processes", "2", "--micro-batch", "4", cwd=alone)
-    assert "2 process(es), micro-batches of 4" in done.stdout
-
-
-def test_a_wrong_world_is_refused_with_both_numbers(alone: Path) -> None:
-    done = command([*LAUNCHERS["accelerate"], "--run", str(alone)], cwd=alone)
-    assert done.returncode != 0
-    assert "the plan is for 1 process and this world has 2" in done.stderr
-
-
 def test_processes_that_nobody_joined_are_refused(tmp_path: Path) -> None:
     done = command([sys.executable, TRAIN, *SETTINGS], cwd=tmp_path, SLURM_STEP_NUM_TASKS="2")
     assert done.returncode == 2

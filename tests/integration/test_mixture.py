@@ -48,18 +48,6 @@ def test_every_set_is_reported(home: Path) -> None:
     assert min(losses_of) < found["loss"] < max(losses_of)
 
 
-def test_the_shares_are_those_asked_for_and_no_sample_comes_twice_before_all_came(home: Path) -> None:
-    facts = json.loads((home / "runs" / "one" / "facts.json").read_text())
-    sizes = [one["samples"]["train"] for one in facts["extra"]["sets"]]
-    borders = [sum(sizes[: k + 1]) for k in range(3)]
-    seen = [n for row in ledger(home / "runs" / "one") for n in row["samples"]]
-    sets = [next(k for k, border in enumerate(borders) if n < border) for n in seen]
-    for k, share in enumerate(map(float, SHARES.split(","))):
-        assert sets.count(k) / len(seen) == pytest.approx(share, abs=0.03)
-        times = [seen.count(n) for n in range(borders[k] - sizes[k], borders[k])]
-        assert max(times) - min(times) <= 1
-
-
 @pytest.mark.slow
 def test_processes_mix_the_same(home: Path) -> None:
     succeed(*TASK, *FLAGS, *MORE, "--processes", "2", "--name", "two", "--again", cwd=home)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,7 +12,7 @@ from safetensors.torch import load_file, save_file
 import isobatch
 from isobatch.core.errors import UserError
 from isobatch.examples.average import Average
-from isobatch.tests.integration.helpers import RAGGED, ROOT, launch, rows, succeed, summary
+from isobatch.tests.integration.helpers import RAGGED, ROOT, launch, rows, succeed, summary, warm_python
 from isobatch.tests.integration.test_bad_input import complaint
 
 if TYPE_CHECKING:
@@ -71,29 +72,10 @@ def test_a_hook_that_raises_ends_the_run_and_names_itself(tmp_path: Path) -> Non
     assert all(row["gradients_seen"] == 2 for row in rows(run) if row.get("step", 0) > 15 and "lr" in row)
 
 
-@pytest.mark.parametrize(
-    ("hook", "said"),
-    [
-        ("VotesMore", "hook votesmore votes yours, which its `votes` do not name"),
-        ("AsksForMore", "hook asksformore asks for sleep: known are end_phase, pause, save, stop"),
-        ("Talks", "hook talks"),
-    ],
-)
-def test_what_a_hook_may_not_do_is_named(hook: str, said: str, tmp_path: Path) -> None:
-    words = ["auto", "--task", LINE, "--quiet", "--name", "run", "--processes", "2"]
-    done = launch(*words, "--hook", f"{HOOKS}:{hook}", cwd=tmp_path)
-    assert done.returncode == 3
-    assert said in done.stderr
-
-
-def test_gradients_that_are_never_whole_are_refused_before_the_first_step(tmp_path: Path) -> None:
-    words = ["auto", "--task", LINE, "--quiet", "--name", "run", "--processes", "2", "--strategy", "fsdp2"]
-    done = launch(*words, "--hook", f"{HOOKS}:Looks", cwd=tmp_path)
-    assert "hook looks looks at gradients, and --strategy fsdp2 never has them whole" in complaint(done)
-    assert not (tmp_path / "runs" / "run").exists()
-
-
-def test_from_python_an_object_is_a_hook_of_one_process(tmp_path: Path) -> None:
+def test_from_python_an_object_is_a_hook_of_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", warm_python())
     recipe = isobatch.Recipe(task=LINE)
     hook = Average()
     run = isobatch.train(recipe, hooks=[hook], out=str(tmp_path), quiet=True, processes=1)

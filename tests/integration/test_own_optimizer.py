@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import isobatch
 from isobatch.core.errors import UserError
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint, list_checkpoints
 from isobatch.engine.checkpointing.portable_state import saved_moments
-from isobatch.tests.integration.helpers import ROOT, launch, losses
+from isobatch.tests.integration.helpers import ROOT, launch, losses, warm_python
 
 TASKS = f"{ROOT}/tests/tasks"
 OWN = f"{TASKS}/own_optimizer.py:OwnOptimizer"
@@ -29,6 +30,7 @@ def test_it_trains_resumes_to_the_bit_and_is_verified(
     task: str, processes: int, kept: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", warm_python())
     settings: dict[str, Any] = {"processes": processes, "save_every": 4, "quiet": True}
     recipe = isobatch.Recipe(task=f"{TASKS}/own_optimizer.py:{task}", lr=0.05, steps=20)
     assert recipe.optimizer == "own"

@@ -1,10 +1,15 @@
 """Mistakes in a user's own task file: a few lines say where and what, without the program's own frames."""
 
-from pathlib import Path
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.integration.helpers import launch
+from isobatch.tests.integration.helpers import launch
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 RIGHT = """
 import csv

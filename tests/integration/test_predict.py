@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +17,6 @@ from pyarrow import parquet
 import isobatch
 from isobatch.core.errors import UserError
 from isobatch.launch.predicting.predict import predict
-from isobatch.launch.serving.command import ServeOptions, make_app
 from isobatch.models.encoder.calibration import Calibration, Confidences
 from isobatch.tests.integration.helpers import launch, port_of, post, predicted, predictions, succeed
 from isobatch.tests.integration.test_bad_input import complaint
@@ -211,17 +209,6 @@ def test_a_file_of_other_texts_is_told_from_those_of_validation(
         (tmp_path / f"{name}.txt").write_text("\n".join(texts))
         predictions(home, "runs/small/final", "--file", str(tmp_path / f"{name}.txt"))
         assert ("differ from those of validation" in capsys.readouterr().err) == differ
-
-
-def test_concurrent_requests_get_their_own_answers(home: Path) -> None:
-    from starlette.testclient import TestClient
-
-    expected = probabilities(predictions(home, "runs/one", *TEXTS))
-    app, asked = make_app(str(home / "runs" / "one"), ServeOptions()), [n % len(TEXTS) for n in range(56)]
-    with TestClient(app) as client, ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda n: client.post("/predict", json={"texts": [TEXTS[n]]}).json(), asked))
-    answers = probabilities([body["predictions"][0] for body in found])
-    assert answers == pytest.approx(expected[asked], abs=2e-6)
 
 
 def test_the_int4_file_is_served_where_torch_cannot_be_imported(home: Path) -> None:

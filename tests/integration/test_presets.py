@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from isobatch.tests.integration.helpers import ROOT, succeed
+from isobatch.tests.integration.helpers import ROOT, plan_of, succeed
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 TASK = f"{ROOT}/tests/tasks/preset.py:Line"
 QUICK = ["--task", TASK, "--preset", "quick", "--steps", "2", "--device", "cpu"]
-
-
-def plan_of(run: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run / "plan.json").read_text())
-    return found
 
 
 def test_auto_and_resume_follow_the_preset(tmp_path: Path) -> None:

@@ -132,16 +132,6 @@ def test_two_runs_at_once_in_one_process_are_refused(tmp_path: Path) -> None:
         isobatch.train(recipe(), out=tmp_path, quiet=True)
 
 
-def test_several_processes_are_children(tmp_path: Path) -> None:
-    before = process_state()
-    run = isobatch.train(recipe(), out=tmp_path, processes=2, quiet=True)
-    assert process_state() == before
-    assert (run.status, run.summary["world_size"]) == ("done", 2)
-    alone = isobatch.train(recipe(), out=tmp_path, again=True, quiet=True)
-    losses = [[r["loss"] for r in one.history if "lr" in r] for one in (run, alone)]
-    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
-
-
 def test_the_names_are_there_without_torch() -> None:
     code = REGISTER + (
         "import sys, isobatch\n"

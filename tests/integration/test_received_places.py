@@ -6,6 +6,7 @@ import dataclasses
 import http.server
 import json
 import shutil
+import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from isobatch.engine import consent
 from isobatch.engine.consent import PLACES, places
 from isobatch.engine.registry import TASKS, complete, workload
 from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.tests.integration.helpers import warm_python
 from isobatch.tests.integration.test_received_runs import (
     LOOKS,
     TAKES,
@@ -185,6 +187,7 @@ def test_nothing_is_sent_or_deleted_or_fetched_without_consent(
 @pytest.fixture
 def own(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run that was trained here, whose process has ended, with its copies in the folder store."""
+    monkeypatch.setattr(sys, "executable", warm_python())
     monkeypatch.setenv("ISOBATCH_CACHE", str(home / "cache"))
     (home / "d.txt").write_text("\n".join(f"a line of plain text number {n}" for n in range(200)))
     words = "auto --task causal-lm --data d.txt --model tiny --max-length 16 --steps 4 --save-every 2 --out o"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import gzip
 import json
 import re
 import tempfile
@@ -24,7 +23,7 @@ import pytest
 from pyarrow import parquet
 from tokenizers import Tokenizer
 
-from isobatch.tests.integration.helpers import launch, run_code, succeed, summary
+from isobatch.tests.integration.helpers import launch, run_code, succeed
 
 if TYPE_CHECKING:
     import subprocess
@@ -215,7 +214,6 @@ def _column(folder: Path, name: str) -> np.ndarray | None:
 
 
 ROWS = range(24)
-TWICE = r"\b(twice|two|both|same|several|more than one|repeat\w*|duplicate\w*)\b"
 CLICKS = clicks()
 FULL_SHOP = Taken(facts={"users": 12, "items": 15, "texts": 15}, samples=72)
 LABELLED = [(text(n), ("neg", "pos")[n % 2]) for n in ROWS]
@@ -304,21 +302,6 @@ TALK = {
     "two answers in a row": chats(
         lambda n: {"conversations": shared(n, ("gpt", f"old{n:02d}x"))},
         Taken(samples=24, learnt=(*OLD, *ANSWERS), read=QUESTIONS),
-    ),
-    # As TRL writes them, with another tool's name of the text in a part.
-    "prompt and completion in parts called value": chats(
-        lambda n: {
-            "prompt": turns(("user", parts(ask(n), "value"))),
-            "completion": turns(("assistant", parts(say(n), "value"))),
-        },
-        TOLD,
-    ),
-    # The template has no place for calls: it says so, and which template has one.
-    "turns that call functions": chats(
-        lambda n: {"conversations": shared(n, ("function_call", '{"name": "look"}'), ("observation", "7"))},
-        None,
-        *(LINE_1, "the call of look", "--template chatml"),
-        unsaid=("did you mean",),
     ),
     # It is no text.
     "a picture among the parts": chats(
@@ -479,28 +462,8 @@ TABLES = {
         Taken(learnt=texts(20), said=(r"\b20\b.*\btext\b",)),
         (r"rows\.jsonl.*line 39\b", r"\btext\b"),
     ),
-    # --format was offered, which cannot help.
-    "a packed file": Case(
-        {"rows.jsonl.gz": gzip.compress(jsonl([{"text": text(n)} for n in ROWS]).encode())},
-        CAUSAL,
-        Taken(learnt=texts(24)),
-        (r"rows\.jsonl\.gz", r"gunzip|unpack|compress"),
-        ("--format",),
-    ),
 }
-BOOKS = titles(list(range(15)))
 SHOPS = {
-    # A float64 column, as pandas has after a merge: no title joined, and twice the items.
-    "ids that became decimal": shop(
-        pa.table(
-            {
-                "user_id": [u for u, _, _ in CLICKS],
-                "item_id": [float(i) for _, i, _ in CLICKS],
-                "timestamp": [t for _, _, t in CLICKS],
-            }
-        ),
-        items=BOOKS,
-    ),
     # Zip codes, SKUs, shop numbers: 007 is not 7. Read as numbers, two items would be one.
     "ids that begin with zeros": shop(
         interactions([(f"u{u}", f"{i:03d}" if u % 2 else i, t) for u, i, t in clicks() if i < 10]),
@@ -513,13 +476,6 @@ SHOPS = {
         Taken(said=(r"(B00\d{4}X\b.*){3}",)),
         *(r"items\.csv", r"(B00\d{4}X\b.*){3}"),
         items=titles([f"B00{n:04d}X" for n in range(15)]),
-    ),
-    # The last title won, without a word.
-    "an item with two rows": shop(
-        interactions(CLICKS),
-        Taken(facts={"items": 15, "texts": 15}, said=(rf"\bitems?\b.*{TWICE}|{TWICE}.*\b(items?|ids?)\b",)),
-        *(r"items\.csv", TWICE),
-        items=BOOKS + "3,another book\n",
     ),
     # The same pair twice is one interaction here: how many went is said.
     "clicks that come again": shop(
@@ -546,35 +502,6 @@ def test_a_reported_input(name: str, tmp_path: Path) -> None:
     check(CASES[name], tmp_path / "case")
 
 
-def test_one_user_has_no_unseen_item(tmp_path: Path) -> None:
-    """That user is left out of the ranking and counted; the figure is a mean over the 11 others."""
-    rows = [(99, item, 1_700_000_000 + item) for item in range(15)] + [c for c in CLICKS if c[0]]
-    words = "auto --task recommender --data {data} --preset ids --epochs 1 --least-steps 0 --name r"
-    said = Taken(said=(r"\b1\b.{0,40}\busers?\b.*(unseen|every item|all items|left out|took all)",))
-    check(Case({"interactions.csv": interactions(rows)}, words, said), tmp_path / "case")
-    hits = summary(tmp_path / "case" / "work" / "runs" / "r")["metrics"]["hr@10"] * 11
-    assert hits == pytest.approx(round(hits), abs=0.01)
-
-
-LIKE_THE_TOKENIZER = """
-import inspect, json, pathlib, sys
-import numpy as np, onnxruntime, torch, transformers
-run, *texts = sys.argv[1:]
-file, *_ = sorted(pathlib.Path(run).rglob("model.onnx"))
-given = [text.split(" | ") for text in texts]
-columns = [list(column) for column in zip(*given)]
-tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent)
-session = onnxruntime.InferenceSession(str(file))
-logits = session.run(None, dict(tokenizer(*columns, padding=True, return_tensors="np")))[0]
-model = transformers.AutoModelForSequenceClassification.from_pretrained(f"{run}/final").eval()
-known = inspect.signature(model.forward).parameters
-inputs = tokenizer(*columns, padding=True, return_tensors="pt")
-with torch.no_grad():
-    wanted = model(**{k: v for k, v in inputs.items() if k in known}).logits.numpy()
-names = [one.name for one in session.get_inputs()]
-print(json.dumps([sorted(names), sorted(inputs), float(np.abs(logits - wanted).max())]))
-"""
-"""An exported file and the tokenizer beside it, by plain onnxruntime and transformers."""
 BY_TRANSFORMERS = """
 import json, sys
 import torch, transformers
@@ -587,7 +514,6 @@ with torch.no_grad():
 print(json.dumps([list(together.shape), float((together - alone).abs().max())]))
 """
 SINGLE = {"rows.csv": csv(LABELLED)}
-DOUBLE = {"rows.csv": csv([(text(n), text(n + 30), "xy"[n % 2]) for n in ROWS], "sentence1,sentence2,label")}
 
 
 def trained(model: str, files: dict[str, str], folder: Path) -> str:
@@ -597,25 +523,6 @@ def trained(model: str, files: dict[str, str], folder: Path) -> str:
     words = ["--data", str(data), "--model", f"{tiny_models()}/{model}", "--name", "r", "--quiet"]
     succeed("auto", "--task", "classifier", *words, *sizes, cwd=folder)
     return f"{folder}/runs/r"
-
-
-@pytest.mark.parametrize(
-    ("model", "files"),
-    [("bert", SINGLE), ("distilbert", DOUBLE), ("modernbert", SINGLE)],
-    ids=["bert", "pairs of distilbert", "modernbert"],
-)
-def test_an_exported_file_takes_what_its_tokenizer_makes(
-    model: str, files: dict[str, str], tmp_path: Path
-) -> None:
-    run = trained(model, files, tmp_path)
-    succeed("export", run, "--to", "onnx", cwd=tmp_path)
-    given = ["the red cat", f"a dog sat on the {COLOURS[2]} mat"]
-    given = [f"{one} | the tree" for one in given] if files is DOUBLE else given
-    looked = run_code(LIKE_THE_TOKENIZER, run, *given, cwd=tmp_path)
-    assert looked.returncode == 0, looked.stderr
-    names, made, difference = json.loads(looked.stdout.splitlines()[-1])
-    assert names == made
-    assert difference < 1e-4
 
 
 def test_a_model_without_a_pad_token_becomes_a_classifier(tmp_path: Path) -> None:

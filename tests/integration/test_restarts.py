@@ -61,7 +61,6 @@ def whole(run: Path, expected: list[float]) -> None:
         ("Hungry", "ddp", "rehearsal"),
         pytest.param("HungryLater", "ddp", "out of", marks=SLOW),
         pytest.param("HungryLater", "single", "", marks=SLOW),
-        pytest.param("HungryLater", "zero2", "out of", marks=SLOW),
         pytest.param("HungryLater", "zero3", "out of", marks=SLOW),
     ],
 )
@@ -231,12 +230,13 @@ def test_a_signal_saves_and_stops_all(number: int, training: Any) -> None:
     assert not psutil.wait_procs(below, timeout=10)[1]
 
 
+@SLOW
 @pytest.mark.parametrize(
     ("launcher", "number"),
     [
-        pytest.param("accelerate", signal.SIGTERM, marks=SLOW),
+        ("accelerate", signal.SIGTERM),
         ("accelerate", signal.SIGUSR1),
-        pytest.param("torchrun", signal.SIGINT, marks=SLOW),
+        ("torchrun", signal.SIGINT),
     ],
 )
 def test_a_signal_to_another_launcher_leaves_a_saved_run_and_no_orphan(

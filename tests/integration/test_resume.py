@@ -69,13 +69,6 @@ def test_no_checkpoint_that_can_be_read_is_an_error_and_deletes_nothing(
     assert (run / "metrics.jsonl").read_bytes() == log
 
 
-def test_a_cut_ledger_is_dropped(undisturbed: Path, tmp_path: Path) -> None:
-    run = stopped_copy(undisturbed, tmp_path / "runs" / "ref")
-    (run / "samples.bin").write_bytes((run / "samples.bin").read_bytes()[:100])
-    succeed("resume", str(run), cwd=tmp_path)
-    assert not (run / "samples.bin").exists()
-
-
 @pytest.mark.parametrize("harm", ["cut", "gone", "changed"])
 def test_lost_rows_of_the_log_are_named_and_no_step_stands_twice(
     harm: str, undisturbed: Path, tmp_path: Path
@@ -109,12 +102,6 @@ def test_a_begun_run_keeps_its_precision(tmp_path: Path) -> None:
     (run / "summary.json").unlink()
     succeed("resume", str(run), "--precision", "fp32", cwd=tmp_path)
     assert json.loads((run / "plan.json").read_text())["precision"] == "fp32"
-
-
-def test_a_finished_run_answers_at_once(undisturbed: Path) -> None:
-    again = succeed("auto", *SETTINGS, "--name", "ref", "--processes", "1", cwd=undisturbed.parent.parent)
-    assert "is done" in again.stderr or "done" in again.stdout
-    assert len(list(undisturbed.parent.iterdir())) == 1
 
 
 def test_early_stop_keeps_the_best(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 
 import isobatch
 from isobatch.core.errors import TrainingError
-from isobatch.tests.integration.helpers import launch, predictions, rows, succeed, summary
+from isobatch.tests.integration.helpers import launch, predictions, resumed_from, rows, succeed, summary
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -146,13 +145,7 @@ def test_a_sharded_transformer_compares_alike(strategy: str, sequences: Path, tm
 def test_resume_is_exact_and_takes_the_window_along(sequences: Path, tmp_path: Path) -> None:
     recipe = {"steps": 100, **NOISY}
     whole = train(sequences, tmp_path, recipe, save_every="30", keep=10)
-    broken = tmp_path / "broken"
-    shutil.copytree(whole.folder, broken)
-    for name in (*(f"checkpoints/vae-{step}" for step in (60, 90, 97, 100)), "final"):
-        shutil.rmtree(broken / name)
-    for name in ("summary.json", "exit.json"):
-        (broken / name).unlink(missing_ok=True)
-    succeed("resume", str(broken), "--quiet", cwd=tmp_path)
+    broken = resumed_from(whole.folder, 30)
     assert summary(broken)["resumed_from"] == "vae-30"
     names = ("loss", "kl", "window_kl", "mutual_information")
     one, other = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +11,10 @@ from isobatch.benchmarks.quality import strategies
 from isobatch.tests.integration.helpers import (
     ROOT,
     command,
+    figure,
     furthest,
     launch,
     losses,
-    rows,
     succeed,
     summary,
     warm_python,
@@ -53,24 +52,6 @@ def test_a_strategy_goes_on_from_its_own_checkpoint_and_from_anothers(found: Any
     )
 
 
-@pytest.mark.slow
-def test_a_step_of_three_processes_under_zero2_is_replayed_on_one(tmp_path: Path) -> None:
-    flags = ["auto", "--task", RAGGED, "--quiet", "--steps", "12", "--save-every", "5", "--keep", "9"]
-    three = ["--processes", "3", "--strategy", "zero2", "--name", "three"]
-    succeed(*flags, *three, cwd=tmp_path)
-    succeed(*flags, "--name", "one", "--processes", "1", cwd=tmp_path)
-    run = tmp_path / "runs" / "three"
-    logged = losses(run)
-    for step, start in ((3, "the initial weights"), (8, "train-5"), (12, "train-10")):
-        done = succeed("replay", str(run), "--step", str(step), "--json", cwd=tmp_path)
-        found = json.loads(done.stdout)
-        assert found["start"] == start
-        assert found["loss"] == pytest.approx(logged[step - 1], rel=2e-6)
-        assert found["grad_norm"] == pytest.approx(found["logged"]["grad_norm"], rel=2e-5)
-        assert len(found["alone"]) == len(found["samples"])
-    succeed("diff", "runs/one", "runs/three", cwd=tmp_path)
-
-
 @pytest.mark.parametrize(
     "strategy", ["zero3", *(pytest.param(s, marks=pytest.mark.slow) for s in ("zero2", "fsdp2"))]
 )
@@ -82,7 +63,7 @@ def test_a_phase_may_train_what_the_one_before_left_frozen(strategy: str, tmp_pa
     two = [*common, "--name", "two", "--again", "--processes", "2", "--strategy", strategy]
     succeed(*two, cwd=tmp_path)
     one, other = tmp_path / "runs" / "one", tmp_path / "runs" / "two"
-    curves = [[r["loss"] for r in rows(run) if "lr" in r] for run in (one, other)]
+    curves = [figure(run) for run in (one, other)]
     assert len(curves[0]) == 20
     assert furthest(*curves) < 1e-5
     weights, others = (load_file(run / "final" / "model.safetensors") for run in (one, other))

@@ -42,18 +42,3 @@ def test_labels_that_were_put_back_are_said(tmp_path: Path) -> None:
     assert "train/y.npy was written to while it trained; it is as it was prepared, but" in said
     (decision,) = [r for r in rows(run, "decisions.jsonl") if r["decision"] == "data written to"]
     assert decision["file"] == "train/y.npy"
-
-
-def test_a_run_records_what_was_checked(tmp_path: Path) -> None:
-    assert auto(tmp_path, "Honest")[0] == 0
-    run = tmp_path / "runs" / "one"
-    (final,) = [r for r in rows(run) if "final" in r]
-    digest = final["data"]
-    assert len(digest) == 32
-    (facts,) = (tmp_path / "cache" / "prepared").glob("*/facts.json")
-    assert digest in facts.read_text()
-    labels = facts.parent / "train" / "y.npy"
-    labels.write_bytes(labels.read_bytes()[:-1] + b"\0")
-    code, said = auto(tmp_path, "Honest", "--again", "--name", "two")
-    assert code == 0
-    assert f"{labels} was changed after it was prepared: it is prepared again" in said

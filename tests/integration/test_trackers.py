@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from isobatch.engine.hooks.tracker import Tracker
-from tests.integration.helpers import ROOT, succeed
+from isobatch.tests.integration.helpers import ROOT, succeed
 
 LINE = f"{ROOT}/tests/tasks/failing.py:Line"
 
