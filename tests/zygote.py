@@ -47,7 +47,7 @@ MODULES = (
 )
 SCRIPTS = (
     *("launch/train.py", "launch/loopback.py", "launch/__main__.py"),
-    *("benchmarks/__main__.py", "tests/tasks/measure.py"),
+    *("benchmarks/__main__.py", "tests/tasks/measure.py", "tests/integration/test_hook_tensors.py"),
 )
 """Modules, commands of ours and scripts that are run in a fork."""
 LIBRARIES = (
