@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from isobatch.engine.noise.keyed_noise import KeyedDropout, KeyedNoise, hash_bits
-from isobatch.tests.gpu.helpers import finished, gpu_only, plan_of, ragged
-from isobatch.tests.integration.helpers import figure, furthest, launch, losses, rows, summary
+from isobatch.tests.gpu.helpers import finished, gpu_only, ragged
+from isobatch.tests.integration.helpers import figure, furthest, launch, losses, plan_of, rows, summary
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from isobatch.tests.gpu.helpers import decisions, finished, gpu_only, plan_of
-from isobatch.tests.integration.helpers import ROOT, furthest, losses, summary
+from isobatch.tests.gpu.helpers import decisions, finished, gpu_only
+from isobatch.tests.integration.helpers import ROOT, furthest, losses, plan_of, summary
 from isobatch.tests.tasks.limited import LIMIT, ROWS
 
 if TYPE_CHECKING:

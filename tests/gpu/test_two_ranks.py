@@ -9,8 +9,8 @@ import pytest
 from isobatch.benchmarks import child_process
 from isobatch.benchmarks.gpu.runner import FOLDER
 from isobatch.benchmarks.gpu.worlds import train_on_one_device
-from isobatch.tests.gpu.helpers import DEVICE, gpu_only, on_device, plan_of, ragged
-from isobatch.tests.integration.helpers import RAGGED, furthest, losses, resumed_from
+from isobatch.tests.gpu.helpers import DEVICE, gpu_only, on_device, ragged
+from isobatch.tests.integration.helpers import RAGGED, furthest, losses, plan_of, resumed_from
 
 if TYPE_CHECKING:
     from pathlib import Path
