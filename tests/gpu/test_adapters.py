@@ -38,7 +38,7 @@ def test_adapters_learn_resume_and_merge(way: str, model_type: str, tmp_path: Pa
     again = resumed_from(run, 8)
     assert summary(again)["resumed_from"] == "train-8"
     assert furthest(losses(again), losses(run)) < 2e-2
-    done = launch("export", str(run), "--to", "merged", cwd=tmp_path)
+    done = launch("export", str(run), "--to", "merged,adapter", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 

@@ -36,7 +36,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["muon", pytest.param("rs", marks=pytest.mark.slow), "plus"])
+@pytest.mark.parametrize("kind", ["muon", pytest.param("pissa", marks=pytest.mark.slow), "plus"])
 def test_processes_and_strategies_learn_the_same(kind: str, home: Path) -> None:
     flags, strategy = KINDS[kind]
     words = [*TASK, *flags, "--steps", "6", "--save-every", "3"]
