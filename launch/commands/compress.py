@@ -17,13 +17,14 @@ from isobatch.core.recipe import DEMO
 from isobatch.core.terminal.console import print_answer
 from isobatch.core.terminal.status import doing
 from isobatch.launch.commands.export import export_form
+from isobatch.launch.commands.plan import prepared_facts
 from isobatch.launch.local import words as flag_words
 from isobatch.launch.local.arguments import known_flags, parse_request, split_words
 from isobatch.launch.local.launch_run import AutoOptions, find_or_train
 from isobatch.launch.local.run_setup import held_out
 from isobatch.launch.report import pareto
 from isobatch.launch.report.page import text_of, write_report
-from isobatch.models.encoder import baselines, evaluation, problems
+from isobatch.models.encoder import baselines, evaluation, int8, problems
 
 if TYPE_CHECKING:
     from isobatch.engine.runs.run_folder import RunFolder
@@ -92,7 +93,7 @@ def compress(words: Sequence[str]) -> int:
     options, flags = parse_stages(words)
     for library in ("onnx", "onnxruntime", "onnxscript", "matplotlib"):
         need(library, "--task compress")
-    stages = stages_of(options.quantize)
+    stages = stages_of(_possible(options.quantize, flags[STAGES[0]]))
     runs: dict[str, RunFolder] = {}
     for number, stage in enumerate(stages, start=1):
         print(f"compress: stage {number} of {len(stages)}, {stage.name}", file=sys.stderr)
@@ -124,6 +125,19 @@ def compress(words: Sequence[str]) -> int:
         "chosen": str(copied),
     }
     return print_answer(answer, text, options.json)
+
+
+def _possible(quantize: tuple[str, ...], flags: Mapping[str, str]) -> tuple[str, ...]:
+    """The ways to round that the data is enough for; others are left out with a line. `flags`: the base's."""
+    if "static" not in quantize:
+        return quantize
+    request = parse_request(_words_of(STAGES[0], flags), "auto", AutoOptions)
+    try:
+        int8.check_calibration(int8.STATIC, prepared_facts(request, request.workload.make(request.recipe)[1]))
+    except UserError as error:
+        print(f"compress: goes on without static: {error}", file=sys.stderr)
+        return tuple(kind for kind in quantize if kind != "static")
+    return quantize
 
 
 def _export(run: RunFolder, kind: str) -> None:
@@ -183,7 +197,7 @@ def parse_stages(words: Sequence[str]) -> tuple[CompressOptions, dict[str, dict[
         word = spelling(unknown[0])
         hint = nearest_hint(word, map(spelling, flag_words.words_for(every)))
         raise UserError(f"{word}: no stage of compress has such a flag{hint}")
-    stages = stages_of(options.quantize)
+    stages = stages_of(_possible(options.quantize, flags[STAGES[0]]))
     flags = {stage.name: _flags_of(stage, given, known[stage.task]) for stage in stages}
     start = {k: v for k, v in flags[STAGES[0]].items() if k in ONLY_FIRST}
     for stage in stages:

@@ -62,6 +62,25 @@ def test_training_and_evaluation_round_alike(family: str) -> None:
     assert (logits(model.train()) - whole).abs().max() < 1e-3 * whole.abs().max()
 
 
+def test_learned_step_sizes_get_the_gradient_of_torchs_own_kernel() -> None:
+    torch.manual_seed(0)
+    weight, direction = torch.randn(8, 32), torch.randn(8, 32)
+    scale = torch.full((8,), 0.2)
+    found = []
+    for compute in (
+        lambda w, s: quantization.FakeQuantizeWeight.apply(w, s, 7),
+        lambda w, s: torch._fake_quantize_learnable_per_channel_affine(  # noqa: SLF001  torch has no public name
+            w, s, torch.zeros(8), 0, -7, 7, 1 / (32 * 7) ** 0.5
+        ),
+    ):
+        w, s = weight.clone().requires_grad_(), scale.clone().requires_grad_()
+        out = compute(w, s)
+        (out * direction).sum().backward()
+        found.append((out.detach(), w.grad, s.grad))
+    for mine, torchs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, torchs)
+
+
 def test_weights_rounded_once_get_the_gradient_of_all_micro_batches() -> None:
     torch.manual_seed(0)
     layer = encoders.layers(quantized())[0].up.train()
