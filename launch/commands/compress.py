@@ -197,7 +197,7 @@ def parse_stages(words: Sequence[str]) -> tuple[CompressOptions, dict[str, dict[
         word = spelling(unknown[0])
         hint = nearest_hint(word, map(spelling, flag_words.words_for(every)))
         raise UserError(f"{word}: no stage of compress has such a flag{hint}")
-    stages = stages_of(_possible(options.quantize, flags[STAGES[0]]))
+    stages = stages_of(options.quantize)
     flags = {stage.name: _flags_of(stage, given, known[stage.task]) for stage in stages}
     start = {k: v for k, v in flags[STAGES[0]].items() if k in ONLY_FIRST}
     for stage in stages:
