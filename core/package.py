@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import os
+import pkgutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,7 @@ def cache_folder() -> Path:
 
 def load(place: str) -> Any:
     """What stands at `module:name` within isobatch; imports the module."""
-    module, _, name = place.partition(":")
-    return getattr(importlib.import_module(f"isobatch.{module}"), name)
+    return pkgutil.resolve_name(f"isobatch.{place}")
 
 
 def own_command(*words: str) -> list[str]:

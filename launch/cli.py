@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import csv
-import importlib
 import inspect
 import io
 import itertools
-import operator
 import os
 import platform
 import sys
@@ -17,10 +15,11 @@ import warnings
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from isobatch.core.errors import BUG, DONE, INTERRUPTED, STOPPED, UserCodeError, UserError
 from isobatch.core.measures import printable
+from isobatch.core.package import load
 from isobatch.core.terminal.status import doing, start_status, stopped_status
 from isobatch.engine.distributed.device_memory import allocator_settings
 from isobatch.engine.distributed.stop_signals import TerminatedError, end_early_on_signals
@@ -38,17 +37,13 @@ class Command(NamedTuple):
 
     def load(self) -> Callable[[Sequence[str]], int]:
         """Its function of the words behind its name, which returns an exit code; imports the module."""
-        return _load(self.module, self.function)
+        return load(f"launch.{self.module}:{self.function}")
 
     @property
     def options(self) -> type:
         """The dataclass of its own flags."""
         module, _, name = self.options_name.rpartition(":")
-        return _load(module or self.module, f"{name}Options")
-
-
-def _load(module: str, name: str) -> Any:
-    return operator.attrgetter(name)(importlib.import_module(f"isobatch.launch.{module}"))
+        return load(f"launch.{module or self.module}:{name}Options")
 
 
 _ROWS = csv.reader(Path(__file__).with_name("commands.csv").read_text(encoding="utf-8").splitlines()[1:])

@@ -81,6 +81,12 @@ def format_metrics(metrics: Mapping[str, Any], form: str) -> str:
     return "  ".join(words)
 
 
+def print_lines(*lines: object, quiet: bool = False) -> None:
+    """Print lines for the user on standard error, unless --quiet."""
+    for line in () if quiet else lines:
+        print(printable(line), file=sys.stderr)
+
+
 def print_answer(found: Any, text: str, as_json: bool) -> int:
     """Print what a command found: one JSON object, or its text for a person. Returns the exit code."""
     in_ascii = str(sys.stdout.encoding).lower() != "utf-8"  # JSON has no \xe9, as it would print é

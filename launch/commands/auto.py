@@ -12,7 +12,7 @@ from isobatch.core.flags import flags_of
 from isobatch.core.measures import printable
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import Recipe
-from isobatch.core.terminal.console import format_metrics, print_answer
+from isobatch.core.terminal.console import format_metrics, print_answer, print_lines
 from isobatch.data.streaming.store import refuse_secrets
 from isobatch.engine import consent
 from isobatch.engine.optimization.left_out import ASKED, leave_out
@@ -76,8 +76,7 @@ def resume(words: Sequence[str]) -> int:
     options = ResumeOptions(**values["resume"])
     run = _here(named, values["run"], options.trust)
     run_options = dataclasses.replace(run.options(), **values["run"])
-    for note in notes:
-        run_setup.print_unless_quiet(note, run_options.quiet)
+    print_lines(*notes, quiet=run_options.quiet)
     if options.decay:
         consent.require(run.recipe, run.folder, options.trust, run_options)
         run_setup.locate_data(run, run.recipe, values["recipe"].get("data"))
@@ -88,7 +87,7 @@ def resume(words: Sequence[str]) -> int:
         if options.skip_step is not None:
             steps_to_skip(run, options.skip_step)
             raise UserError(f"--skip-step {options.skip_step}: {run.folder} is done: train it anew without")
-        run_setup.print_unless_quiet(f"{run.folder} is done", run_options.quiet)
+        print_lines(f"{run.folder} is done", quiet=run_options.quiet)
         return _print_result(run, DONE, options)
     refuse_if_in_a_job(run)
     consent.require(run.recipe, run.folder, options.trust, run_options)

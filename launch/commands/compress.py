@@ -5,7 +5,6 @@ Each stage is a run of its own in --out. Typed again, the command goes on where 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -14,7 +13,7 @@ from isobatch.core.errors import DONE, STOPPED, ExportError, TrainingError, User
 from isobatch.core.extras import has, need
 from isobatch.core.flags import BareValue, build_options, flags_of, nearest_hint, spelling
 from isobatch.core.recipe import DEMO
-from isobatch.core.terminal.console import print_answer
+from isobatch.core.terminal.console import print_answer, print_lines
 from isobatch.core.terminal.status import doing
 from isobatch.launch.commands.export import export_form
 from isobatch.launch.commands.plan import prepared_facts
@@ -96,7 +95,7 @@ def compress(words: Sequence[str]) -> int:
     stages = stages_of(_possible(options.quantize, flags[STAGES[0]]))
     runs: dict[str, RunFolder] = {}
     for number, stage in enumerate(stages, start=1):
-        print(f"compress: stage {number} of {len(stages)}, {stage.name}", file=sys.stderr)
+        print_lines(f"compress: stage {number} of {len(stages)}, {stage.name}")
         given = dict(flags[stage.name])
         if stage.task in SOURCES:
             flag, before = SOURCES[stage.task]
@@ -104,7 +103,7 @@ def compress(words: Sequence[str]) -> int:
         request = parse_request(_words_of(stage.task, given), "auto", AutoOptions)
         run, verdict = find_or_train(request)
         if verdict.code == STOPPED:
-            print("compress: the same command again begins where this one stopped", file=sys.stderr)
+            print_lines("compress: the same command again begins where this one stopped")
         if verdict.code != DONE:
             return verdict.code
         runs[stage.name] = run
@@ -135,7 +134,7 @@ def _possible(quantize: tuple[str, ...], flags: Mapping[str, str]) -> tuple[str,
     try:
         int8.check_calibration(int8.STATIC, prepared_facts(request, request.workload.make(request.recipe)[1]))
     except UserError as error:
-        print(f"compress: goes on without static: {error}", file=sys.stderr)
+        print_lines(f"compress: goes on without static: {error}")
         return tuple(kind for kind in quantize if kind != "static")
     return quantize
 
@@ -146,7 +145,7 @@ def _export(run: RunFolder, kind: str) -> None:
     except (ExportError, UserError) as error:
         if kind not in UNTRAINED:
             raise
-        print(f"compress: {run.folder.name} has no {kind}: {error}", file=sys.stderr)
+        print_lines(f"compress: {run.folder.name} has no {kind}: {error}")
 
 
 def check_worth(run: RunFolder, anyway: bool) -> None:
@@ -166,7 +165,7 @@ def check_worth(run: RunFolder, anyway: bool) -> None:
     said = [f"compress: {problem.title} of the base on {split} {100 * score:.1f} %"]
     said += [f"{one.name} {100 * one.score:.1f} % (the base is {one.difference.verdict})" for one in found]
     said += [] if has("sklearn") else [baselines.UNCOMPARED]
-    print("; ".join(said), file=sys.stderr)
+    print_lines("; ".join(said))
     if why := baselines.why_not_worth_it(found, len(mine.labels)):
         verdict = f"{run.folder.name} {why} on {len(mine.labels):,} {split} samples"
         if not anyway and run.recipe.data != DEMO:
@@ -174,7 +173,7 @@ def check_worth(run: RunFolder, anyway: bool) -> None:
                 f"{verdict}, and smaller it is no better: look at its labels, train it for more --epochs,"
                 " at another --lr or from another --model, or go on --anyway"
             )
-        print(f"compress: {verdict}", file=sys.stderr)
+        print_lines(f"compress: {verdict}")
 
 
 def parse_stages(words: Sequence[str]) -> tuple[CompressOptions, dict[str, dict[str, str]]]:
@@ -187,8 +186,7 @@ def parse_stages(words: Sequence[str]) -> tuple[CompressOptions, dict[str, dict[
     every = set().union(*known.values(), OWN, flag_words.SOURCES)
     in_file = flag_words.translate(flag_words.flags_of_files(typed), every)
     found = in_file.below(flag_words.translate(typed, every))
-    for note in found.notes.values():
-        print(note, file=sys.stderr)
+    print_lines(*found.notes.values())
     options = build_options(CompressOptions, {k: v for k, v in found.flags.items() if k in OWN})
     given = {k: v for k, v in found.flags.items() if k not in ("task", *flag_words.SOURCES, *OWN)}
     if "bits" in given:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,10 +12,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from isobatch.core.errors import UserError, first_line
 from isobatch.core.extras import need
-from isobatch.core.measures import printable
 from isobatch.core.number_ranges import Positive
 from isobatch.core.plan import PlanOptions
-from isobatch.core.terminal.console import format_metrics, print_answer
+from isobatch.core.terminal.console import format_metrics, print_answer, print_lines
 from isobatch.data.base import TEST, fingerprint
 from isobatch.data.digests import file_hash
 from isobatch.engine.registry import workload_of
@@ -66,7 +64,7 @@ def evaluate(words: Sequence[str]) -> int:
         if kept:
             run.keep_evaluation(kept)
     except UserError as error:  # its folder cannot be written: the figures are only printed
-        print(printable(f"not kept: {error}"), file=sys.stderr)
+        print_lines(f"not kept: {error}")
     lines = (f"{name}: {format_metrics(found, '.6g')}" for name, found in metrics.items())
     return print_answer(metrics, "\n".join(lines), options.json)
 
@@ -87,7 +85,7 @@ def _measure_samples(run: RunFolder, options: EvaluateOptions) -> Measured:
                 batches = partial(host_batches, replay.state.splits[name])
                 found |= task.kept_metrics(replay.state.model, run.final, batches)
     unfinished = "" if run.status() == "done" else f"; the run is not finished ({run.status()})"
-    print(printable(f"{run.folder}: checkpoint {checkpoint}{unfinished}"), file=sys.stderr)
+    print_lines(f"{run.folder}: checkpoint {checkpoint}{unfinished}")
     if not options.test:
         return metrics, {}
     row = {"data": options.test, "digest": file_hash(Path(options.test).expanduser())}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core.errors import UserError
 from isobatch.core.measures import format_bytes, format_duration, parse_duration
 from isobatch.core.number_ranges import Count, Positive
-from isobatch.core.terminal.console import print_answer
+from isobatch.core.terminal.console import print_answer, print_lines
 from isobatch.engine.loading.prepare import assumed_facts
 from isobatch.engine.loading.prepare import prepare as prepare_data
 from isobatch.engine.machine.detect import detect
@@ -20,7 +20,7 @@ from isobatch.engine.planning import comparison
 from isobatch.engine.planning.choices import fixed_loader_settings
 from isobatch.engine.planning.estimate import Estimate, Target, estimate, parse_prices
 from isobatch.launch.local.arguments import Request, parse_request
-from isobatch.launch.local.run_setup import AnswerOptions, print_unless_quiet, say_notes
+from isobatch.launch.local.run_setup import AnswerOptions
 
 if TYPE_CHECKING:
     from isobatch.core.facts import Facts
@@ -71,8 +71,7 @@ def plan_of(request: Request, options: PlanCommandOptions) -> tuple[dict[str, An
     prices, deadline = parse_prices(options.price), options.seconds()
     (target,) = _targets(request, options, [options.hardware or HERE], "--hardware")
     recipe, facts = target.recipe, target.facts
-    for note in facts.notes:
-        print_unless_quiet(note, request.run.quiet)
+    print_lines(*facts.notes, quiet=request.run.quiet)
     found = estimate(target, prices)
     if found.plan is None:
         raise UserError(found.why_not)
@@ -104,7 +103,7 @@ def compare_machines(request: Request, options: PlanCommandOptions) -> tuple[dic
 def _targets(request: Request, options: PlanCommandOptions, names: Sequence[str], flag: str) -> list[Target]:
     """The request's recipe and data on machines. Raises UserError, which begins with `flag`."""
     machines = {name: _machine(name, flag) for name in names}
-    say_notes(request)
+    print_lines(*request.notes, quiet=request.run.quiet)
     if options.assume_length:
         length = options.assume_length * request.workload.task.rows_per_sample
         facts = assumed_facts(length, request.workload.data, request.recipe.tokenizer)
@@ -125,7 +124,7 @@ def _machine(name: str, flag: str) -> Hardware:
 
 def prepared_facts(request: Request, data: Any) -> Facts:
     """Prepare the data of a request where it is not in the cache."""
-    return prepare_data(data, partial(print_unless_quiet, quiet=request.run.quiet))
+    return prepare_data(data, partial(print_lines, quiet=request.run.quiet))
 
 
 def format_plan(found: Estimate, deadline: float | None) -> str:
@@ -185,7 +184,7 @@ def prepare(words: Sequence[str]) -> int:
     Run it where the internet is; runs then need none.
     """
     request = parse_request(words, "prepare", PrepareOptions)
-    say_notes(request)
+    print_lines(*request.notes, quiet=request.run.quiet)
     task, data = request.workload.make(request.recipe)
     facts = prepared_facts(request, data)
     task.fetch()

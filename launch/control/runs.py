@@ -5,7 +5,6 @@ far they are; and some side by side.
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import value_text
-from isobatch.core.measures import aligned, format_duration, printable
-from isobatch.core.terminal.console import print_answer
+from isobatch.core.measures import aligned, format_duration
+from isobatch.core.terminal.console import print_answer, print_lines
 from isobatch.engine.optimization.schedule import phase_schedules
 from isobatch.engine.planning.cost_model import steps_per_epoch
 from isobatch.engine.registry import TASKS, workload_of
@@ -126,7 +125,7 @@ def runs(words: Sequence[str]) -> int:
     found = list(list_runs(folder))
     jobs = job_states(found)
     for reason in {job.reason for job in jobs.values() if job.stage == "unknown"}:
-        print(f"isobatch: {reason}: whether jobs wait or run is not known", file=sys.stderr)
+        print_lines(f"isobatch: {reason}: whether jobs wait or run is not known")
     rows, lines = [], []
     for run in found:
         try:  # one whose files are damaged is no reason not to show the others
@@ -134,7 +133,7 @@ def runs(words: Sequence[str]) -> int:
             rows.append(_row(seen))
             lines.append((_cells(rows[-1]), _remark(seen, rows[-1]["reason"])))
         except UserError as error:
-            print(printable(f"isobatch: {error}"), file=sys.stderr)
+            print_lines(f"isobatch: {error}")
     cells, remarks = zip((HEAD, ""), *lines, strict=True)
     table = map("".join, zip(aligned(cells), remarks, strict=True))
     return print_answer({"runs": rows}, "\n".join(table) if rows else f"no runs in {folder}", options.json)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from isobatch.core.extras import need
 from isobatch.core.flags import SWITCH_WORDS, BareValue, Flag, convert, flags_of, nearest_hint, spelling
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import Recipe
+from isobatch.core.terminal.console import print_lines
 from isobatch.engine.optimization.schedule import phase_schedules
 from isobatch.engine.registry import LoadedWorkload, workload
 from isobatch.engine.runs.run_folder import RunFolder
@@ -151,8 +151,7 @@ def _values(flags: Mapping[str, str], groups: Groups) -> dict[str, dict[str, Any
 def command_options(flags: Mapping[str, str], kind: type, command: str) -> Any:
     """Options of a command without a recipe, as an instance of the dataclass `kind`. Raises UserError."""
     values, notes = sort_flags(flags, {command: flags_of(kind)}, command)
-    for note in notes:
-        print(note, file=sys.stderr)
+    print_lines(*notes)
     return kind(**values[command])
 
 
@@ -295,16 +294,14 @@ def check_request(request: Request, elsewhere: bool = False) -> None:
     trains on another machine, which has the data and the tracker.
     """
     task, data = request.workload.make(request.recipe)
-    if elsewhere:
-        phase_schedules(request.recipe, task.phases(), steps_per_epoch=1)
-        return
     if request.extra.get("assume_length"):
         (task.check_for_plan if isinstance(task, ChecksPlan) else task.check)()
         return
-    task.check()
-    data.check()
-    if request.run.tracker != "none":
-        need(request.run.tracker, f"--tracker {request.run.tracker}")
+    if not elsewhere:
+        task.check()
+        data.check()
+        if request.run.tracker != "none":
+            need(request.run.tracker, f"--tracker {request.run.tracker}")
     # Checks --phase, and that --epochs has one number or one per phase.
     phase_schedules(request.recipe, task.phases(), steps_per_epoch=1)
 

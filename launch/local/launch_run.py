@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from isobatch.core import errors
 from isobatch.core.errors import BUG, DONE, FAILED, WRONG_INPUT, TrainingError, UserError
 from isobatch.core.recipe import HOOK_CODE
+from isobatch.core.terminal.console import print_lines
 from isobatch.engine import consent
 from isobatch.engine.optimization.left_out import refuse_where_steps_matter
 from isobatch.engine.planning.planner import with_smaller_budget
@@ -74,16 +75,15 @@ def find_or_train(
     With `owns_process` False, as in a notebook, the process is never ended and its signal handlers stay.
     Raises UserError, for example where the run is being trained already, here or by a Slurm job.
     """
-    run_setup.say_notes(request)
+    print_lines(*request.notes, quiet=request.run.quiet)
     facts, run = run_setup.known_run(request)
     if run is not None and run.status() == "done":
         said = f"{run.folder} has this recipe and is done (--again for a new run)"
-        for line in filter(None, (said, (run.summary() or {}).get("remark"))):
-            run_setup.print_unless_quiet(str(line), request.run.quiet)
+        print_lines(*filter(None, (said, (run.summary() or {}).get("remark"))), quiet=request.run.quiet)
         return run, Verdict(DONE, "")
     if run is not None:
         refuse_if_in_a_job(run)
-        run_setup.print_unless_quiet(f"going on with {run.folder} ({run.status()})", request.run.quiet)
+        print_lines(f"going on with {run.folder} ({run.status()})", quiet=request.run.quiet)
     plan = run_setup.plan_for_training(request.recipe, facts, request.plan, request.run.quiet, run)
     is_new, run = run is None, run or run_setup.create_run(request, facts)
     consent.require(run.recipe, run.folder, trust)

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from isobatch.core.errors import UserError
+from isobatch.core.terminal.console import print_lines
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.local.arguments import Request, parse_request
-from isobatch.launch.local.run_setup import create_run, find_run, known_run, say_notes
+from isobatch.launch.local.run_setup import create_run, find_run, known_run
 
 LOG_TAIL_CHARACTERS = 2500
 
@@ -18,7 +19,7 @@ LOG_TAIL_CHARACTERS = 2500
 def parse(words: Sequence[str], command: str, kind: type) -> tuple[Request, Any]:
     """The request in a command's words, and its own flags as a `kind`. Raises UserError."""
     request = parse_request(words, command, kind)
-    say_notes(request)
+    print_lines(*request.notes, quiet=request.run.quiet)
     return request, kind(**request.extra)
 
 

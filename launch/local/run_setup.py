@@ -17,11 +17,11 @@ from isobatch.core.errors import UserError
 from isobatch.core.extras import need
 from isobatch.core.facts import Facts
 from isobatch.core.flags import build_options
-from isobatch.core.measures import printable
 from isobatch.core.optimizers import OPTIMIZERS
 from isobatch.core.package import CACHE, cache_folder
 from isobatch.core.plan import INVARIANCES, Plan, PlanOptions
 from isobatch.core.strategies import traits_of
+from isobatch.core.terminal.console import print_lines
 from isobatch.core.terminal.status import doing
 from isobatch.data.digests import FACTS_FILE, changed_file
 from isobatch.engine import consent
@@ -69,7 +69,7 @@ class DataOptions(AnswerOptions):
 def prepare_facts(request: Request) -> Facts:
     """Prepare the request's data where it is not in the cache, and fetch its model. Raises UserError."""
     task, data = request.workload.make(request.recipe)
-    facts = prepare(data, partial(print_unless_quiet, quiet=request.run.quiet))
+    facts = prepare(data, partial(print_lines, quiet=request.run.quiet))
     if sys.stderr.isatty() and not request.run.quiet:
         from isobatch.launch.local.shown_samples import shown_samples
 
@@ -80,18 +80,6 @@ def prepare_facts(request: Request) -> Facts:
     if request.recipe.patience and "valid" not in facts.samples:
         raise UserError(f"--patience {request.recipe.patience}: the data has no valid split: leave it out")
     return facts
-
-
-def print_unless_quiet(text: str, quiet: bool) -> None:
-    """Print a line for the user on standard error, unless --quiet."""
-    if not quiet:
-        print(printable(text), file=sys.stderr)
-
-
-def say_notes(request: Request) -> None:
-    """Print what was derived from the words of a request, unless --quiet."""
-    for note in request.notes:
-        print_unless_quiet(note, request.run.quiet)
 
 
 def one_run(positional: Sequence[str], command: str) -> str:
@@ -147,8 +135,7 @@ def plan_for_training(
         why = {**asked.measured_options, "precision": f"this run began in {begun}"}
         asked = dataclasses.replace(asked, precision=wishes.get(begun, begun), measured_options=why)
     plan = plan_for_this_machine(recipe, facts, asked, world)
-    for line in unmet_wishes(asked, plan):
-        print_unless_quiet(line, quiet)
+    print_lines(*unmet_wishes(asked, plan), quiet=quiet)
     return plan
 
 
@@ -265,7 +252,7 @@ def locate_data(run: RunFolder, recipe: Recipe, data: str | None, mend: bool = F
     except UserError as error:
         way = f"; where it has moved, `verify {run.folder} --level records --data PATH` finds it for all"
         raise UserError(f"{error}{'' if data else way}") from None
-    new_facts = prepare(data_source, partial(print_unless_quiet, quiet=run.options().quiet))
+    new_facts = prepare(data_source, partial(print_lines, quiet=run.options().quiet))
     refuse_other_data(run, new_facts)
     keep(new_facts)
 
@@ -293,7 +280,7 @@ def compare_source(run: RunFolder, data: str | None) -> tuple[list[str], list[st
         source.check()
         if folder_of(source) == Path(run.facts.folder):
             return [], []
-        found = prepare(source, partial(print_unless_quiet, quiet=True))
+        found = prepare(source, partial(print_lines, quiet=True))
     except UserError:
         return [], [f"that the prepared data is made of {recipe.data}, which is not here"]
     if found.fingerprint == run.facts.fingerprint:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from isobatch.core.errors import BUG, DONE, FAILED, STOPPED, WRONG_INPUT, UserCodeError, UserError
 from isobatch.core.extras import has
 from isobatch.core.package import own_command
-from isobatch.core.terminal.console import LINE_MARK
+from isobatch.core.terminal.console import LINE_MARK, print_lines
 from isobatch.core.terminal.status import RELAY_VARIABLE, doing, start_status
 from isobatch.engine import consent
 from isobatch.engine.machine.detect import check_world, detect, rank_and_world_size
@@ -254,8 +254,7 @@ def _train_from_flags(words: Sequence[str]) -> int:
     rank, size = rank_and_world_size(os.environ)
     request = _with_deepspeed_strategy(parse_request(words, "train.py"))
     quiet = request.run.quiet or rank != 0
-    for note in request.notes:
-        run_setup.print_unless_quiet(note, quiet)
+    print_lines(*request.notes, quiet=quiet)
     if request.plan.processes:
         check_world(request.plan.processes, size)
     # One rank prepares, the others wait for its file lock: a process group could time out meanwhile.

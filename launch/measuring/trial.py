@@ -31,7 +31,7 @@ from isobatch.core.flags import flags_of
 from isobatch.core.measures import now
 from isobatch.core.package import ROOT
 from isobatch.core.plan import Plan
-from isobatch.core.terminal.console import print_answer
+from isobatch.core.terminal.console import print_answer, print_lines
 from isobatch.engine.distributed.communicator import Communicator
 from isobatch.engine.loading.prepare import prepare
 from isobatch.engine.machine.detect import detect, rank_and_world_size
@@ -42,7 +42,7 @@ from isobatch.engine.train.hooks import Hook, Hooks, Seen
 from isobatch.engine.train.loop import run_phase
 from isobatch.launch.local.accelerate_launcher import launch_workers
 from isobatch.launch.local.arguments import parse_request
-from isobatch.launch.local.run_setup import prepare_facts, say_notes
+from isobatch.launch.local.run_setup import prepare_facts
 from isobatch.models.attention_functions import register_again, registered_attention
 from isobatch.models.base import ModelSize
 
@@ -101,7 +101,7 @@ def answer_in_world(
     request = parse_request(words, command, options_class)
     rank, world_size = rank_and_world_size(os.environ)
     if rank == 0:
-        say_notes(request)
+        print_lines(*request.notes, quiet=request.run.quiet)
     facts = prepare_facts(request)
     size = request.workload.make(request.recipe)[0].model_size(facts)
     formed = world_size if world_size > 1 else None

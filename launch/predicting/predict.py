@@ -15,6 +15,7 @@ from isobatch.core import number_ranges
 from isobatch.core.errors import UserError
 from isobatch.core.flags import flags_of
 from isobatch.core.measures import counted, printable
+from isobatch.core.terminal.console import print_lines
 from isobatch.core.terminal.status import doing
 from isobatch.data import tokenizers
 from isobatch.data.text.plain_text import TokenizationSettings
@@ -26,7 +27,7 @@ from isobatch.launch.commands.evaluate import require_capability
 from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.local.run_setup import is_prepared, open_run
 from isobatch.launch.predicting import tables
-from isobatch.launch.predicting.recommend import ListOptions, print_lines, restrict
+from isobatch.launch.predicting.recommend import ListOptions, restrict
 from isobatch.models import protocols
 from isobatch.models.encoder import prediction
 from isobatch.models.encoder.evaluation import has_text_pairs
@@ -129,17 +130,14 @@ class Answerer:
     write_text: Any = None
     """Of a language model: (prompt, sampling) -> the text behind it, in pieces."""
 
-    def answer(self, samples: Sequence[str | list[str]]) -> list[dict[str, Any]]:
-        """An answer for each text, or list of two where the model reads pairs."""
-        return self.predict([self.rows.from_text(sample, f"text {n}") for n, sample in enumerate(samples, 1)])
-
     def answer_typed(self, texts: Sequence[str]) -> list[dict[str, Any]]:
         """The texts with their answers; those of pairs in twos."""
         names = ("text", "pair") if self.rows.pairs else ("text",)
         if len(texts) % len(names):
             raise UserError(f"predict: of {len(texts)} texts there are no pairs: give them in twos")
         given = list(zip(*(texts[place :: len(names)] for place in range(len(names))), strict=True))
-        answers = self.answer([list(one) if len(one) > 1 else one[0] for one in given])
+        samples = (list(one) if len(one) > 1 else one[0] for one in given)
+        answers = self.predict([self.rows.from_text(one, f"text {n}") for n, one in enumerate(samples, 1)])
         rows = (dict(zip(names, one, strict=True)) for one in given)
         return [tables.beside(*both) for both in zip(rows, answers, strict=True)]
 
@@ -176,7 +174,7 @@ class Answerer:
             said.insert(0, f"{counted(len(left_out), 'unknown item')} left out: {left_out[0]}")
         if isinstance(self.predict, prediction.TextClassifier) and (drifted := self.predict.drift()):
             said.append(f"the texts differ from those of validation (in brackets): {'; '.join(drifted)}")
-        print_lines(said)
+        print_lines(*said)
 
 
 def _without_values(answer: Mapping[str, Any]) -> dict[str, Any]:
@@ -228,7 +226,7 @@ def open_answerer(found: Found, options: ModelOptions) -> Answerer:
     if isinstance(task, protocols.OpensItemLists):
         _refuse_unread(options, what, "text_column", *LISTS)
         lists = task.open_lists(run.final, options.by)
-        print_lines(restrict(lists, options, asked.get("item_column")))
+        print_lines(*restrict(lists, options, asked.get("item_column")))
         users = tables.UserReader(text or asked.get("user_column"), lists=lists)
         return Answerer(partial(_recommend, lists, options.top), users)
     if isinstance(task, protocols.ScoresAnswers):

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from isobatch.core import number_ranges
 from isobatch.core.errors import UserError
-from isobatch.core.measures import printable
-from isobatch.core.terminal.console import print_answer
+from isobatch.core.terminal.console import print_answer, print_lines
 from isobatch.core.terminal.status import doing
 from isobatch.data.interactions.formats import ITEM_COLUMNS
 from isobatch.launch.commands.evaluate import require_capability
@@ -88,12 +86,12 @@ def answer(lists: Recommendations, options: RecommendOptions, remarks: list[str]
     if options.out is not None:
         blocks = iter(lambda: list(itertools.islice(answers, LISTS_AT_A_TIME)), [])
         code = tables.write_rows(tables.check_out(options.out, None), ranked(blocks), options.json)
-        print_lines(remarks)
+        print_lines(*remarks)
         return code
     found = list(answers)
     if not any(items for _, items in found):
         raise UserError(EMPTY_LIST)
-    print_lines(remarks)
+    print_lines(*remarks)
     each = [{**asked, "by": lists.by, "items": items} for asked, items in found]
     lines = (
         "  ".join([*([asked["user"]] if each[1:] else []), f"{entry['score']:8.3f}", *named])
@@ -121,12 +119,6 @@ def _lists(lists: Recommendations, options: RecommendOptions, remarks: list[str]
         yield from (({"user": u}, items) for u, items in lists.recommend_to_all(top))
 
 
-def print_lines(lines: Iterable[str]) -> None:
-    """Print remarks on an answer, on standard error."""
-    for line in lines:
-        print(printable(line), file=sys.stderr)
-
-
 def ranked(answers: Iterable[Sequence[Answer]]) -> Iterator[list[dict[str, Any]]]:
     """The rows of lists as files have them: whose it is, rank from 1, item, title, score.
 
@@ -143,7 +135,8 @@ def ranked(answers: Iterable[Sequence[Answer]]) -> Iterator[list[dict[str, Any]]
         doing(f"recommending: {done:,} lists done")
     if empty == done:
         raise UserError(EMPTY_LIST)
-    print_lines([f"{empty:,} of {done:,} lists are empty: {NOTHING_LEFT}"] if empty else [])
+    if empty:
+        print_lines(f"{empty:,} of {done:,} lists are empty: {NOTHING_LEFT}")
 
 
 def restrict(lists: Recommendations, options: ListOptions, column: str | None) -> list[str]:

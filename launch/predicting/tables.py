@@ -12,7 +12,6 @@ import csv
 import dataclasses
 import itertools
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any, ClassVar
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.measures import counted, printable
+from isobatch.core.terminal.console import print_lines
 from isobatch.data import chat_formats, readers
 from isobatch.data.interactions.formats import USER_COLUMNS
 from isobatch.data.labelled import rows as reading
@@ -73,8 +73,7 @@ def _rows(path: Path, columns: Sequence[str | None]) -> Iterator[tuple[str, Mapp
     if others:
         raise UserError(f"--file {path}: holds several splits: give a file of one")
     part = dataclasses.replace(part, numbers=readers.numbers_in(columns))
-    for note in readers.table_notes({"train": part}):
-        print(note, file=sys.stderr)
+    print_lines(*readers.table_notes({"train": part}))
     return iter(readers.read_rows(part))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -13,6 +12,7 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.extras import need
 from isobatch.core.measures import format_bytes, printable
+from isobatch.core.terminal.console import print_lines
 from isobatch.engine import consent
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.log_reader import damaged_rows, thinned_rows
@@ -63,7 +63,7 @@ def task_of(run: RunFolder) -> Task | None:
         consent.require(run.recipe, run.folder)
         return workload_of(run.recipe).make(run.recipe)[0]
     except UserError as error:
-        print(f"{run.folder} without its task's own part: {error}", file=sys.stderr)
+        print_lines(f"{run.folder} without its task's own part: {error}")
         return None
 
 

@@ -18,12 +18,11 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, STOPPED
 from isobatch.core.flags import to_json_value
 from isobatch.core.measures import aligned
-from isobatch.core.terminal.console import print_answer
+from isobatch.core.terminal.console import print_answer, print_lines
 from isobatch.engine.runs.run_folder import RunFolder, run_name
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 from isobatch.launch.local.arguments import Point, labelled
 from isobatch.launch.local.launch_run import AutoOptions, find_or_train
-from isobatch.launch.local.run_setup import print_unless_quiet
 from isobatch.models.capabilities import monitor_of
 
 FILE_NAME = "sweep.json"
@@ -54,7 +53,7 @@ def train_sweep(points: Sequence[Point], options: AutoOptions) -> int:
         fields = {**request.recipe.options, **request.recipe.to_dict()}
         values = {name: to_json_value(fields[name]) for name in point[1]}
         shown = " ".join(f"{name} {value}" for name, value in values.items())
-        print_unless_quiet(f"run {number} of {len(points)}: {shown}", request.run.quiet)
+        print_lines(f"run {number} of {len(points)}: {shown}", quiet=request.run.quiet)
         run, verdict = find_or_train(request, trust=options.trust)
         if verdict.code == STOPPED:
             return STOPPED

@@ -20,8 +20,8 @@ from typing import Any, ClassVar
 from isobatch.core import atomic_files
 from isobatch.core.errors import BUG, DONE, FAILED, STOPPED, WRONG_INPUT, UserError, WorkerLostError
 from isobatch.core.flags import check_fields, flags_of, options_to_dict
-from isobatch.core.measures import printable
 from isobatch.core.number_ranges import Count, Positive
+from isobatch.core.terminal.console import print_lines
 from isobatch.engine.distributed.stop_signals import StopFlag
 from isobatch.engine.runs.run_folder import RunFolder, Verdict
 from isobatch.launch.clusters.cluster import refuse_if_in_a_job
@@ -32,7 +32,7 @@ from isobatch.launch.local import launch_run
 from isobatch.launch.local.arguments import Request, request_text
 from isobatch.launch.local.interfaces import local_address
 from isobatch.launch.local.placement import ends_of_logs, find_or_create, on_device, parse, processes_each
-from isobatch.launch.local.run_setup import environment_elsewhere, print_unless_quiet
+from isobatch.launch.local.run_setup import environment_elsewhere
 from isobatch.launch.local.words import config_text
 
 HERE = r"auto|local|(\[[0-9a-f:]+\]|[\w.-]+):\d+"
@@ -197,7 +197,7 @@ def train_until_done(request: Request, options: RayOptions, processes: int) -> i
     run = find_or_create(request)
     refuse_if_in_a_job(run)
     if run.status() == "done":
-        print_unless_quiet(f"{run.folder} is done (--again for a new run)", request.run.quiet)
+        print_lines(f"{run.folder} is done (--again for a new run)", quiet=request.run.quiet)
         return DONE
     ray = Ray()
     ray.options, ray.stop = options, StopFlag()
@@ -214,7 +214,7 @@ def train_until_done(request: Request, options: RayOptions, processes: int) -> i
     if verdict.code == DONE:
         print_outcome(run)
     elif verdict.code == WRONG_INPUT and verdict.reason not in ray.log.last:
-        print(printable(f"isobatch: {verdict.reason}"), file=sys.stderr)
+        print_lines(f"isobatch: {verdict.reason}")
     return verdict.code
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, UserError
 from isobatch.core.flags import options_to_dict
+from isobatch.core.terminal.console import print_lines
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.clusters.cluster import refuse_if_in_a_job, whose_job
 from isobatch.launch.clusters.slurm import client, containers
@@ -50,8 +50,7 @@ def slurm(words: Sequence[str]) -> int:
     draft = RunFolder(out / (name or "run"))  # for what no script may hold: nothing is written yet
     render(_script(dict.fromkeys(requests, draft), name, options, in_array))
     _container(points[0][0], draft.folder, options)
-    for note in dict.fromkeys(note for request in requests.values() for note in request.notes):
-        print(note, file=sys.stderr)
+    print_lines(*dict.fromkeys(note for request in requests.values() for note in request.notes))
     if options.submit and (silent := client.job_states(["1"]).get("1")) and silent.stage == "unknown":
         raise UserError(f"--submit: {silent.reason}")
     with contextlib.ExitStack() as locks:  # two submissions at once would make two jobs for a run
@@ -71,11 +70,11 @@ def _runs_to_submit(
     for number, request in requests.items():
         run = find_or_create(request, family)
         if run.status() == "done":
-            print(f"{run.folder} has this recipe and is done (--again for a new run)", file=sys.stderr)
+            print_lines(f"{run.folder} has this recipe and is done (--again for a new run)")
             continue
         locks.enter_context(run.lock("submit"))
         if in_array and (fact := whose_job(run)):
-            print(f"{fact}: it stays there", file=sys.stderr)
+            print_lines(f"{fact}: it stays there")
             continue
         refuse_if_in_a_job(run)
         run.refuse_if_training()
@@ -113,10 +112,10 @@ def _hand_in(
         print(atomic_files.json_text({"job": number, "script": text, "path": str(path), "runs": folders}))
     elif number:
         print(number)
-        print(f"job {number} trains {', '.join(folders)}; `runs` shows how it stands", file=sys.stderr)
+        print_lines(f"job {number} trains {', '.join(folders)}; `runs` shows how it stands")
     else:
         print(text, end="")
-        print(f"the run is ready: sbatch {path}, or --submit", file=sys.stderr)
+        print_lines(f"the run is ready: sbatch {path}, or --submit")
 
 
 def _script(
