@@ -11,7 +11,6 @@ from isobatch.core.errors import UserError
 from isobatch.core.package import ROOT
 from isobatch.core.recipe import Recipe
 from isobatch.launch.clusters.slurm import client, containers
-from isobatch.launch.clusters.slurm.client import CommandResult
 
 WORDS = ("node", "RUN", "NONCE")
 INSIDE = ["python3", "-P", str(ROOT / "__main__.py"), *WORDS]
@@ -22,7 +21,7 @@ def container(*mounts: str, image: str = "nvcr.io/nvidia/pytorch:26.01-py3") -> 
 
 
 def test_pyxis_gets_its_words_through_srun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "run_slurm", lambda *_: CommandResult(0, PYXIS, ""))
+    monkeypatch.setattr(client, "run_slurm", lambda *_: client.Done((), 0, PYXIS, ""))
     words = [
         "--container-image=nvcr.io/nvidia/pytorch:26.01-py3",
         "--container-mounts=/home/me:/home/me,/shared/it's-mine:/shared/it's-mine",
@@ -63,7 +62,7 @@ OCI = "      --container             Path to OCI container bundle\n"
 def test_which_program_opens_an_image(
     image: str, srun: str, there: list[str], chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "run_slurm", lambda *_: CommandResult(0, srun, ""))
+    monkeypatch.setattr(client, "run_slurm", lambda *_: client.Done((), 0, srun, ""))
     monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}" if name in there else None)
     if chosen.startswith("this"):
         with pytest.raises(UserError, match=f"--container {image}: {chosen}: load its module in --setup"):

@@ -71,7 +71,7 @@ def test_when_a_job_requeues_itself(
 
 
 def test_a_requeue_is_tried_until_slurm_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    silent, done = client.CommandResult(1, "", "no controller"), client.CommandResult(0, "", "")
+    silent, done = client.Done((), 1, "", "no controller"), client.Done((), 0, "", "")
     answers = iter([silent, silent, done])
     monkeypatch.setattr(legs, "run_slurm", lambda *_: next(answers, silent))
     monkeypatch.setattr(client, "show_job", lambda job: {})

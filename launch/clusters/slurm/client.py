@@ -34,31 +34,26 @@ RUNNING_STATES = "RUNNING SUSPENDED COMPLETING STOPPED SIGNALING RESIZING STAGE_
 FIELDS = "JobArrayID:40,State:24,RestartCnt:12,Reason:120"
 
 
-@dataclass(frozen=True, slots=True)
-class CommandResult:
-    """Exit code and output of a Slurm command; code 127 where it is missing or exceeds its time limit."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def error(self) -> str:
-        """What it says is wrong, without the words that Slurm puts before; empty where it succeeded."""
-        prefixes = r"^(\w+: |error: |fatal: |allocation failure: |slurm_\w+ error: )+"
-        lines = [re.sub(prefixes, "", line.strip()) for line in self.err.splitlines()]
-        return "; ".join(dict.fromkeys(line for line in lines if line)) if self.code else ""
+Done = subprocess.CompletedProcess[str]
 
 
-def run_slurm(*words: str, seconds: float = TIMEOUT_SECONDS) -> CommandResult:
-    """Run one Slurm command, for `seconds` at most; never raises."""
+def run_slurm(*words: str, seconds: float = TIMEOUT_SECONDS) -> Done:
+    """Run one Slurm command, for `seconds` at most; never raises. Its exit code is 127 where it is missing or
+    exceeds its time limit.
+    """
     try:
-        done = subprocess.run(words, input="", capture_output=True, text=True, timeout=seconds, check=False)
+        return subprocess.run(words, input="", capture_output=True, text=True, timeout=seconds, check=False)
     except subprocess.TimeoutExpired:
-        return CommandResult(127, "", f"{LATE} {seconds:g} s")
+        return Done(words, 127, "", f"{LATE} {seconds:g} s")
     except OSError as error:
-        return CommandResult(127, "", str(error))
-    return CommandResult(done.returncode, done.stdout, done.stderr)
+        return Done(words, 127, "", str(error))
+
+
+def error_of(done: Done) -> str:
+    """What a command says is wrong, without the words that Slurm puts before; empty where it succeeded."""
+    prefixes = r"^(\w+: |error: |fatal: |allocation failure: |slurm_\w+ error: )+"
+    lines = [re.sub(prefixes, "", line.strip()) for line in done.stderr.splitlines()]
+    return "; ".join(dict.fromkeys(line for line in lines if line)) if done.returncode else ""
 
 
 def job_states(jobs: Sequence[str]) -> dict[str, JobState]:
@@ -69,12 +64,12 @@ def job_states(jobs: Sequence[str]) -> dict[str, JobState]:
         return {}
     words = ("squeue", "-h", "-r", "-t", "all", "-O", FIELDS, "-j", ",".join(jobs))
     listed = run_slurm(*words, seconds=SQUEUE_SECONDS)
-    if "Invalid job id" in listed.err or "configuration source" in listed.err:  # no cluster is set up
+    if "Invalid job id" in listed.stderr or "configuration source" in listed.stderr:  # no cluster is set up
         return {}
-    if listed.code:
-        reason = f"Slurm does not answer ({listed.error or 'squeue failed'})"
+    if listed.returncode:
+        reason = f"Slurm does not answer ({error_of(listed) or 'squeue failed'})"
         return {job: JobState(stage="unknown", cluster="slurm", job=job, reason=reason) for job in jobs}
-    rows = [row for line in listed.out.splitlines() if len(row := line.split(None, 3)) >= 3]
+    rows = [row for line in listed.stdout.splitlines() if len(row := line.split(None, 3)) >= 3]
     return {job: _state(job, state, restarts, *rest) for job, state, restarts, *rest in rows}
 
 
@@ -154,15 +149,15 @@ def available_nodes(job: str, nodes: Sequence[str]) -> tuple[str, ...]:
 
     A node that failed leaves the job (`--no-kill`) and does not return to it, even where it is up again.
     """
-    allocated = hostnames(run_slurm("squeue", "-h", "-j", job, "-o", "%N").out.strip()) or tuple(nodes)
+    allocated = hostnames(run_slurm("squeue", "-h", "-j", job, "-o", "%N").stdout.strip()) or tuple(nodes)
     rows = run_slurm("sinfo", "-h", "-N", "-n", ",".join(nodes), "-o", "%N %T")
-    states = dict(line.split()[:2] for line in rows.out.splitlines() if len(line.split()) > 1)
+    states = dict(line.split()[:2] for line in rows.stdout.splitlines() if len(line.split()) > 1)
     return tuple(n for n in nodes if n in allocated and is_usable(states.get(n, "")))
 
 
 def hostnames(nodes: str) -> tuple[str, ...]:
     """The names in a Slurm node list such as n[1-2]."""
-    return tuple(run_slurm("scontrol", "show", "hostnames", nodes).out.split()) if nodes else ()
+    return tuple(run_slurm("scontrol", "show", "hostnames", nodes).stdout.split()) if nodes else ()
 
 
 def is_usable(state: str) -> bool:
@@ -174,19 +169,19 @@ def is_usable(state: str) -> bool:
 
 def address_of(node: str) -> str:
     """The address at which Slurm reaches a node (NodeAddr); empty where scontrol does not say."""
-    match = re.search(r"NodeAddr=(\S+)", run_slurm("scontrol", "show", "node", node).out)
+    match = re.search(r"NodeAddr=(\S+)", run_slurm("scontrol", "show", "node", node).stdout)
     return match[1] if match else ""
 
 
 def show_job(job: str) -> dict[str, str]:
     """What `scontrol show job` tells of a job, such as JobState and Restarts; empty where it does not say."""
-    return dict(re.findall(r"(\w+)=(\S*)", run_slurm("scontrol", "show", "job", job, seconds=10).out))
+    return dict(re.findall(r"(\w+)=(\S*)", run_slurm("scontrol", "show", "job", job, seconds=10).stdout))
 
 
 def cpus_and_gpus(partition: str | None) -> list[tuple[int, int]]:
     """(cores, GPUs) of each node of a partition, or of the default one; none where sinfo does not say."""
     words = ("-p", partition) if partition else ()
-    said = run_slurm("sinfo", "-h", "-N", *words, "-o", "%P|%c|%G", seconds=10).out.splitlines()
+    said = run_slurm("sinfo", "-h", "-N", *words, "-o", "%P|%c|%G", seconds=10).stdout.splitlines()
     return [
         (int(cpus), sum(map(int, re.findall(r"gpu\S*?:(\d+)", gres))))  # gpu:h100:8(S:0-1),nvme:2
         for name, cpus, gres in (row.split("|") for row in said if row.count("|") == 2)
@@ -199,19 +194,19 @@ def submit(script: Path) -> str:
     if shutil.which("sbatch") is None:
         raise UserError(f"--submit: there is no sbatch here; on a machine that has one: sbatch {script}")
     done = run_slurm("sbatch", "--parsable", str(script.resolve()))
-    if done.code and (NO_ANSWER in done.err or LATE in done.err):
+    if done.returncode and (NO_ANSWER in done.stderr or LATE in done.stderr):
         raise UserError(
-            f"Slurm does not answer ({done.error}) and may have taken the job or not: where squeue does not"
-            f" list it, sbatch {script}"
+            f"Slurm does not answer ({error_of(done)}) and may have taken the job or not: where squeue does"
+            f" not list it, sbatch {script}"
         )
-    if done.code:
-        raise UserError(f"sbatch refuses the job: {done.error}; the run is ready for another try")
-    return done.out.strip().partition(";")[0]
+    if done.returncode:
+        raise UserError(f"sbatch refuses the job: {error_of(done)}; the run is ready for another try")
+    return done.stdout.strip().partition(";")[0]
 
 
 def seconds_left(job: str) -> float | None:
     """Seconds until the job's time limit; None where Slurm does not say, or there is none."""
     try:
-        return float(parse_time_limit(run_slurm("squeue", "-h", "-j", job, "-o", "%L").out))
+        return float(parse_time_limit(run_slurm("squeue", "-h", "-j", job, "-o", "%L").stdout))
     except UserError:
         return None

@@ -81,7 +81,7 @@ def find_runtime(image: str) -> str:
     often a module that --setup loads.
     """
     for_apptainer = image.endswith(".sif") or Path(image).is_dir()
-    if not for_apptainer and "--container-image" in client.run_slurm("srun", "--help").out:
+    if not for_apptainer and "--container-image" in client.run_slurm("srun", "--help").stdout:
         return "pyxis"
     if found := next(filter(None, map(shutil.which, APPTAINER_NAMES)), None):
         return found

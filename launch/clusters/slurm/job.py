@@ -128,8 +128,8 @@ class Slurm(Cluster):
         if words:
             client.update_job_record(run, cancel="save")  # first: the job reads it when the signal comes
         done = client.run_slurm("scancel", *words, job.job)
-        if done.code or done.err.strip():
-            raise UserError(f"scancel {job.job}: {done.error or done.err.strip()}")
+        if done.returncode or done.stderr.strip():
+            raise UserError(f"scancel {job.job}: {client.error_of(done) or done.stderr.strip()}")
 
     def begin(self, run: RunFolder, allocation: client.Allocation, request: legs.JobRequest) -> None:
         """Inside a job, before its first attempt."""

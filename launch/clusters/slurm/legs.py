@@ -150,8 +150,8 @@ def was_preempted(shown: dict[str, str]) -> bool:
 def requeue(job: str, seconds_left: Callable[[], float]) -> str:
     """Requeue a job, until the time limit while slurmctld does not answer; why it failed, or nothing."""
     pause = FIRST_PAUSE_SECONDS
-    while (done := run_slurm("scontrol", "requeue", job)).code:
-        problem = done.err.strip() or "scontrol did not answer"
+    while (done := run_slurm("scontrol", "requeue", job)).returncode:
+        problem = done.stderr.strip() or "scontrol did not answer"
         if client.show_job(job) or seconds_left() < pause:
             return problem
         print(f"Slurm does not answer ({problem}): again in {pause:.0f} s", flush=True)
