@@ -10,13 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from isobatch.core.errors import UserError
 from isobatch.core.package import load
-
-if TYPE_CHECKING:
-    from isobatch.engine.runs.run_folder import RunFolder, Verdict
+from isobatch.engine.runs.run_folder import RunFolder, Verdict
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

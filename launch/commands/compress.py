@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from isobatch.core.errors import DONE, STOPPED, ExportError, TrainingError, UserError
 from isobatch.core.extras import has, need
@@ -15,6 +15,7 @@ from isobatch.core.flags import BareValue, build_options, flags_of, nearest_hint
 from isobatch.core.recipe import DEMO
 from isobatch.core.terminal.console import print_answer, print_lines
 from isobatch.core.terminal.status import doing
+from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.commands.export import export_form
 from isobatch.launch.commands.plan import prepared_facts
 from isobatch.launch.local import words as flag_words
@@ -24,9 +25,6 @@ from isobatch.launch.local.run_setup import held_out
 from isobatch.launch.report import pareto
 from isobatch.launch.report.page import text_of, write_report
 from isobatch.models.encoder import baselines, evaluation, int8, problems
-
-if TYPE_CHECKING:
-    from isobatch.engine.runs.run_folder import RunFolder
 
 STAGES = ("classifier", "pruning", "qat")
 """The workloads in order; a chain may have several stages of the last, or none."""

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
@@ -22,15 +22,13 @@ from isobatch.core.terminal.status import doing
 from isobatch.data.text.chat_templates import template_in
 from isobatch.data.text.go_template import ollama_modelfile
 from isobatch.data.tokenizers import open_tokenizer
+from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.commands.evaluate import require_capability
 from isobatch.launch.local.run_setup import DataOptions, held_out, open_single_run
 from isobatch.models import hub, model_card
 from isobatch.models.capabilities import description_of
 from isobatch.models.causal_lm import gguf_vocabulary
 from isobatch.models.protocols import Exports
-
-if TYPE_CHECKING:
-    from isobatch.engine.runs.run_folder import RunFolder
 
 PARITY = "parity.json"
 

@@ -6,9 +6,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from isobatch.core.errors import UserError
+from isobatch.core.facts import Facts
 from isobatch.core.measures import format_bytes, format_duration, parse_duration
 from isobatch.core.number_ranges import Count, Positive
 from isobatch.core.terminal.console import print_answer, print_lines
@@ -21,9 +22,6 @@ from isobatch.engine.planning.choices import fixed_loader_settings
 from isobatch.engine.planning.estimate import Estimate, Target, estimate, parse_prices
 from isobatch.launch.local.arguments import Request, parse_request
 from isobatch.launch.local.run_setup import AnswerOptions
-
-if TYPE_CHECKING:
-    from isobatch.core.facts import Facts
 
 HERE = "here"
 """The name of the machine that this command runs on."""

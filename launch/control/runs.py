@@ -9,11 +9,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import value_text
 from isobatch.core.measures import aligned, format_duration
+from isobatch.core.recipe import Recipe
 from isobatch.core.terminal.console import print_answer, print_lines
 from isobatch.engine.optimization.schedule import phase_schedules
 from isobatch.engine.planning.cost_model import steps_per_epoch
@@ -24,10 +25,6 @@ from isobatch.launch.clusters.cluster import JobState, job_states
 from isobatch.launch.commands.describe import ListingOptions
 from isobatch.launch.local.arguments import read_command
 from isobatch.models.capabilities import MonitorsByData
-
-if TYPE_CHECKING:
-    from isobatch.core.recipe import Recipe
-
 
 NO_JOB = JobState(stage="over", cluster="local")
 

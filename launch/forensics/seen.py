@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -14,11 +14,9 @@ from isobatch.core.number_ranges import Count, Positive
 from isobatch.core.terminal.console import print_answer
 from isobatch.core.terminal.status import doing
 from isobatch.engine.optimization.left_out import left_out_steps
+from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.verification.run_order import RunOrder, require_step
 from isobatch.launch.local.run_setup import DataOptions, locate_data, open_single_run
-
-if TYPE_CHECKING:
-    from isobatch.engine.runs.run_folder import RunFolder
 
 SHOWN = 20
 """Most steps of a row that are written out; --json has all."""

@@ -10,18 +10,16 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from isobatch.core import atomic_files
 from isobatch.core.package import LOOPBACK_SCRIPT, ROOT
+from isobatch.core.plan import Plan
 from isobatch.core.terminal import status
 from isobatch.core.terminal.console import LINE_MARK
 from isobatch.engine import consent
 from isobatch.engine.distributed.stop_signals import STOP_SIGNALS, signals_to_catch
 from isobatch.launch.local.interfaces import loopback_interface
-
-if TYPE_CHECKING:
-    from isobatch.core.plan import Plan
 
 PR_SET_PDEATHSIG = 1
 GRACE_SECONDS = 120

@@ -10,7 +10,6 @@ import shutil
 import sys
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from isobatch.core import errors
 from isobatch.core.errors import BUG, DONE, FAILED, WRONG_INPUT, TrainingError, UserError
@@ -21,14 +20,12 @@ from isobatch.engine.optimization.left_out import refuse_where_steps_matter
 from isobatch.engine.planning.planner import with_smaller_budget
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import RunFolder, Verdict
+from isobatch.engine.runs.run_options import RunOptions
 from isobatch.engine.train.own_hooks import with_learning_hooks
 from isobatch.launch.clusters.cluster import Cluster, cluster, refuse_if_in_a_job
 from isobatch.launch.local import run_setup
 from isobatch.launch.local.accelerate_launcher import GRACE_SECONDS
-
-if TYPE_CHECKING:
-    from isobatch.engine.runs.run_options import RunOptions
-    from isobatch.launch.local.arguments import Request
+from isobatch.launch.local.arguments import Request
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

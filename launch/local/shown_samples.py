@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from isobatch.core.facts import Facts
 from isobatch.core.measures import printable
 from isobatch.data.preferences.dataset import PairSource
 from isobatch.data.tokenized import TokenizedData
-
-if TYPE_CHECKING:
-    from isobatch.core.facts import Facts
 
 COLOURS, BRACKETS = ("\x1b[32m", "\x1b[0m"), ("[[", "]]")
 """What stands around a text that is learnt, on a terminal and elsewhere."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,13 +14,11 @@ from isobatch.core.errors import UserError
 from isobatch.data.base import ArraySource
 from isobatch.engine.loading.device_copies import to_device, to_tensors
 from isobatch.engine.registry import workload_of
+from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.commands.evaluate import replay_trained
 from isobatch.launch.predicting import tables
 from isobatch.models.encoder.prediction import batches_of_one_width
 from isobatch.models.protocols import PredictsBatches
-
-if TYPE_CHECKING:
-    from isobatch.engine.runs.run_folder import RunFolder
 
 
 def predict_own_rows(run: RunFolder, file: str | None, split: str | None) -> Iterator[list[dict[str, Any]]]:

@@ -9,15 +9,13 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
+from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.clusters.cluster import JobState
 from isobatch.launch.clusters.slurm.options import parse_time_limit
-
-if TYPE_CHECKING:
-    from isobatch.engine.runs.run_folder import RunFolder
 
 TIMEOUT_SECONDS = 30
 SQUEUE_SECONDS = 5

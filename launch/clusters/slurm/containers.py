@@ -11,17 +11,15 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from isobatch.core import hub_cache
 from isobatch.core.errors import UserError
 from isobatch.core.package import ROOT, cache_folder, own_command
+from isobatch.core.recipe import Recipe
 from isobatch.engine import consent
 from isobatch.engine.task_files import is_task_file, task_file
 from isobatch.launch.clusters.slurm import client
-
-if TYPE_CHECKING:
-    from isobatch.core.recipe import Recipe
 
 APPTAINER_NAMES = ("apptainer", "singularity")
 IMAGE_FILES = (".sif", ".sqsh", ".squashfs", ".img")

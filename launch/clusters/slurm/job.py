@@ -19,11 +19,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, FAILED, STOPPED, JobMemoryError, UserError, WorkerLostError
 from isobatch.core.measures import wait_for
+from isobatch.core.plan import Plan
 from isobatch.engine import consent
 from isobatch.engine.distributed.stop_signals import StopFlag
 from isobatch.engine.machine.detect import detect
@@ -37,9 +37,6 @@ from isobatch.launch.clusters.slurm.step import Step, explain_end, srun_command,
 from isobatch.launch.local import launch_run
 from isobatch.launch.local.placement import ends_of_logs
 from isobatch.launch.local.run_setup import locate_data, one_run, plan_options_from_request, store_plan
-
-if TYPE_CHECKING:
-    from isobatch.core.plan import Plan
 
 REPEAT_SIGNAL_SECONDS = 10.0
 VERDICT_WAIT_SECONDS = 25.0

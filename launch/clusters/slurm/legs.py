@@ -7,16 +7,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from isobatch.core import atomic_files
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.log_reader import newest_rows
+from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.clusters.slurm import client
 from isobatch.launch.clusters.slurm.client import run_slurm
-
-if TYPE_CHECKING:
-    from isobatch.engine.runs.run_folder import RunFolder
 
 ASK_AGAIN_SECONDS, PAUSE_SECONDS = 120.0, 5.0
 """How often Slurm is asked for the time that is left, and how long this process stands still where the job is

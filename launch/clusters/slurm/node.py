@@ -18,20 +18,18 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import BUG, DONE, WRONG_INPUT, UserError
 from isobatch.core.measures import wait_for
 from isobatch.core.package import TORCHRUN_SCRIPT, TRAIN_SCRIPT
+from isobatch.core.plan import Plan
 from isobatch.engine.distributed.stop_signals import StopFlag
 from isobatch.engine.runs.run_folder import NONCE, RunFolder, Verdict
 from isobatch.launch.clusters.slurm.step import ORPHANED
 from isobatch.launch.local.accelerate_launcher import ignore_stop_signals, relay_output
 from isobatch.launch.local.interfaces import gloo_interface, is_loopback, local_address, serve_store
-
-if TYPE_CHECKING:
-    from isobatch.core.plan import Plan
 
 REPEAT_SIGNAL_SECONDS = 2.0
 """Between two stop signals: one that comes while a worker still starts is ignored."""

@@ -7,15 +7,12 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from isobatch.core.errors import UserError
 from isobatch.core.number_ranges import Count, Positive
 from isobatch.core.strategies import traits_of
+from isobatch.launch.local.arguments import Request
 from isobatch.launch.local.placement import on_device, processes_each
-
-if TYPE_CHECKING:
-    from isobatch.launch.local.arguments import Request
 
 SIZE = ("nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "gpus-per-task", "output")
 RESERVED = {

@@ -8,15 +8,12 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from isobatch.core.errors import FAILED, WRONG_INPUT, JobMemoryError, WorkerLostError
 from isobatch.engine.runs.run_folder import RunFolder, Verdict
+from isobatch.launch.clusters.slurm.client import Allocation
 from isobatch.launch.clusters.slurm.containers import ENVIRONMENT, in_container
-
-if TYPE_CHECKING:
-    from isobatch.launch.clusters.slurm.client import Allocation
-    from isobatch.launch.clusters.slurm.legs import JobRequest
+from isobatch.launch.clusters.slurm.legs import JobRequest
 
 ORPHANED = 96
 """Exit code of a launcher that finds the job's script gone."""
