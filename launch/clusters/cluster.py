@@ -1,8 +1,8 @@
 """What is asked of a cluster, whichever it is, and which there are.
 
-A new one is a folder beside this file with a `Cluster` in it, a line in CLUSTERS, and the row of its `submit`
-in launch/commands.csv. Its flags are a dataclass named after the class, as SlurmOptions; what runs inside its
-jobs may be a row without help.
+A new one is a folder beside this file with a `Cluster` in it, a line in CLUSTERS, and a row in
+launch/commands.csv: `submit --to NAME`, a function that trains the request in these words there. Its flags
+are a dataclass named after the class, as SlurmOptions; what runs inside its jobs may be a row without help.
 """
 
 from __future__ import annotations
@@ -42,9 +42,6 @@ class JobState:
 @runtime_checkable
 class Cluster(Protocol):
     """Where runs train. What it has to remember of one lies in RUN/NAME, by its name in CLUSTERS."""
-
-    def submit(self, words: Sequence[str]) -> int:
-        """`submit --to NAME`: train the request in these words there; the exit code. Raises UserError."""
 
     def attempt(self, run: RunFolder) -> Verdict | None:
         """Train a run by its plan once, asked by who drives it; None where nobody left a verdict."""

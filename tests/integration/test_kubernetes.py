@@ -14,7 +14,7 @@ import psutil
 import pytest
 import yaml
 
-from isobatch.launch.clusters.kubernetes.job import Kubernetes
+from isobatch.launch.clusters.kubernetes.job import submit
 from isobatch.tests.integration.helpers import RAGGED, rows, succeed, summary
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Cluster:
 @pytest.fixture
 def cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Cluster]:
     def make(*words: str) -> Cluster:
-        assert Kubernetes.submit([*WORDS, "--save-every", "10", "--keep", "99", *words]) == 0
+        assert submit([*WORDS, "--save-every", "10", "--keep", "99", *words]) == 0
         documents = {one["kind"]: one for one in yaml.safe_load_all(capsys.readouterr().out)}
         return Cluster(tmp_path, documents)
 

@@ -10,7 +10,7 @@ import yaml
 
 from isobatch.core.errors import BUG, DONE, FAILED, STOPPED, WRONG_INPUT, UserError, WorkerLostError
 from isobatch.engine.runs.run_folder import RunFolder, Verdict
-from isobatch.launch.clusters.kubernetes.job import Kubernetes, exit_code, pod
+from isobatch.launch.clusters.kubernetes.job import exit_code, pod, submit
 from isobatch.tests.paths import ROOT
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ VERSIONS = ("1.29", "1.34")
 
 def manifest(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     """Kind -> document."""
-    assert Kubernetes.submit(words) == 0
+    assert submit(words) == 0
     return {one["kind"]: one for one in yaml.safe_load_all(capsys.readouterr().out)}
 
 
@@ -85,7 +85,7 @@ def test_secrets_stay_in_the_cluster(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_of_this_user")
-    assert Kubernetes.submit([*GPUS, "--secret", "hub"]) == 0
+    assert submit([*GPUS, "--secret", "hub"]) == 0
     text = capsys.readouterr().out
     assert "hf_of_this_user" not in text
     *_, job = yaml.safe_load_all(text)
@@ -136,7 +136,7 @@ def test_outside_of_a_pod_it_is_said(words: list[str], monkeypatch: pytest.Monke
 )
 def test_wrong_words_are_one_line(words: list[str], says: str) -> None:
     with pytest.raises(UserError, match=says) as raised:
-        Kubernetes.submit(words)
+        submit(words)
     assert "\n" not in str(raised.value)
 
 
@@ -146,13 +146,13 @@ def test_kubectl_gets_the_manifest(
     words = [*GPUS, "--name", "week", "--submit"]
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="there is no kubectl here"):
-        Kubernetes.submit(words)
+        submit(words)
     kubectl = tmp_path / "kubectl"
     kubectl.write_text(f'#!/bin/sh\necho "$@"\n/bin/cat > {tmp_path}/given\n')
     kubectl.chmod(0o755)
-    assert Kubernetes.submit(words) == 0
+    assert submit(words) == 0
     assert capsys.readouterr().out == "apply -f -\n"
     assert [d["kind"] for d in yaml.safe_load_all((tmp_path / "given").read_text())][-1] == "Job"
     kubectl.write_text("#!/bin/sh\necho 'error: forbidden' >&2\nexit 1\n")
     with pytest.raises(UserError, match="kubectl: error: forbidden"):
-        Kubernetes.submit(words)
+        submit(words)

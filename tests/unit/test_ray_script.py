@@ -15,7 +15,7 @@ from isobatch.engine.runs.run_folder import RunFolder, Verdict
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.cli import COMMANDS
 from isobatch.launch.clusters.cluster import CLUSTERS, Cluster, cluster
-from isobatch.launch.clusters.ray.driver import Ray, RayOptions, judge
+from isobatch.launch.clusters.ray.driver import Ray, RayOptions, judge, submit
 from isobatch.launch.local.arguments import parse_request
 from isobatch.tests.paths import ROOT
 
@@ -50,9 +50,9 @@ def _restore(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_the_file_that_is_printed_asks_for_the_same(
     words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert Ray.submit(words) == 0
+    assert submit(words) == 0
     (tmp_path / "week.yaml").write_text(capsys.readouterr().out)
-    assert Ray.submit(["--config", "week.yaml"]) == 0
+    assert submit(["--config", "week.yaml"]) == 0
     assert capsys.readouterr().out == (tmp_path / "week.yaml").read_text()
     there, typed = (parse_request(w, "ray", RayOptions) for w in (["--config", "week.yaml"], words))
     assert (there.recipe, there.run) == (typed.recipe, typed.run)
@@ -86,14 +86,14 @@ def test_a_trainer_is_what_ray_takes(tmp_path: Path) -> None:
 )
 def test_wrong_words_are_one_line(words: list[str], says: str) -> None:
     with pytest.raises(UserError, match=says) as raised:
-        Ray.submit(words)
+        submit(words)
     assert "\n" not in str(raised.value)
 
 
 def test_without_ray_its_pip_line_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"--submit needs: pip install 'isobatch\[ray\]'"):
-        Ray.submit([*CPUS, "--submit"])
+        submit([*CPUS, "--submit"])
 
 
 def test_an_address_where_nobody_answers_is_said() -> None:
@@ -101,7 +101,7 @@ def test_an_address_where_nobody_answers_is_said() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     with pytest.raises(UserError, match=f"--address {address}: nothing answers there"):
-        Ray.submit([*CPUS, "--address", address, "--submit"])
+        submit([*CPUS, "--address", address, "--submit"])
 
 
 OF_A_RECIPE = ("auto", "plan", "profile", "tune", "prepare", *(f"submit --to {name}" for name in CLUSTERS))

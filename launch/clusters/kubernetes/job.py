@@ -182,19 +182,6 @@ class Kubernetes(Local):
     world: Sequence[str]
     """torchrun's words for the pods of the run."""
 
-    @staticmethod
-    def submit(words: Sequence[str]) -> int:
-        """Usage: k8s --task TASK --image IMAGE --claim CLAIM --nodes N --gpus-per-node G [flags] [--submit]
-
-        flags: --cpu --cpus N --mem 64Gi --node-selector gpu=h100 --secret NAME, and those of `auto`;
-               --data is a path under /isobatch, where pods see the claim, or a name on the hub
-        """
-        request, options = parse(words, "k8s", KubernetesOptions)
-        request = on_device(request, "k8s", "--gpus-per-node", options.gpus_per_node, options.cpu)
-        text = render(request, options)
-        print(_apply(text) if options.submit else text, end="")
-        return DONE
-
     def attempt(self, run: RunFolder) -> Verdict | None:
         before = _verdict_time(run)
         with StopFlag() as stop:
@@ -206,6 +193,19 @@ class Kubernetes(Local):
             ]
             _run_torchrun(command, stop, lambda: _verdict_time(run) != before)
         return run.read_exit() if _verdict_time(run) != before else None
+
+
+def submit(words: Sequence[str]) -> int:
+    """Usage: k8s --task TASK --image IMAGE --claim CLAIM --nodes N --gpus-per-node G [flags] [--submit]
+
+    flags: --cpu --cpus N --mem 64Gi --node-selector gpu=h100 --secret NAME, and those of `auto`;
+           --data is a path under /isobatch, where pods see the claim, or a name on the hub
+    """
+    request, options = parse(words, "k8s", KubernetesOptions)
+    request = on_device(request, "k8s", "--gpus-per-node", options.gpus_per_node, options.cpu)
+    text = render(request, options)
+    print(_apply(text) if options.submit else text, end="")
+    return DONE
 
 
 def pod(words: Sequence[str]) -> int:

@@ -80,6 +80,24 @@ def as_file(request: Request, options: RayOptions) -> str:
     return "\n".join([HEAD, request_text(request), config_text(own)])
 
 
+def submit(words: Sequence[str]) -> int:
+    """Usage: ray --task TASK --ray-workers N --gpus-per-worker G [flags] [--submit]
+
+    flags: --cpu --cpus-per-worker C --address auto|local|HOST:PORT, and those of `auto`. All nodes see
+           the folder in which this is run, --out and --data.
+    """
+    request, options = parse(words, "ray", RayOptions)
+    request = on_device(request, "ray", "--gpus-per-worker", options.gpus_per_worker, options.cpu)
+    processes = processes_each(request, "--ray-workers", options.ray_workers, options.gpus_per_worker)
+    if not options.submit:
+        print(as_file(request, options))
+        return DONE
+    if importlib.util.find_spec("ray") is None:
+        raise UserError("--submit needs: pip install 'isobatch[ray]', or 'ray[train]'")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # else Ray sends statistics of its use
+    return train_until_done(request, options, processes)
+
+
 OWN_RESTARTS = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0", "RAY_TRAIN_METRICS_ENABLED": "0"}
 """Ray would start the workers of a node that is about to go anew within an attempt, without another plan."""
 WATCH_SECONDS = 1.0
@@ -93,24 +111,6 @@ class Ray(Local):
     """What the workers of the next attempt are told; they plan where the first one begins."""
     stop: StopFlag
     log: LogReader
-
-    @staticmethod
-    def submit(words: Sequence[str]) -> int:
-        """Usage: ray --task TASK --ray-workers N --gpus-per-worker G [flags] [--submit]
-
-        flags: --cpu --cpus-per-worker C --address auto|local|HOST:PORT, and those of `auto`. All nodes see
-               the folder in which this is run, --out and --data.
-        """
-        request, options = parse(words, "ray", RayOptions)
-        request = on_device(request, "ray", "--gpus-per-worker", options.gpus_per_worker, options.cpu)
-        processes = processes_each(request, "--ray-workers", options.ray_workers, options.gpus_per_worker)
-        if not options.submit:
-            print(as_file(request, options))
-            return DONE
-        if importlib.util.find_spec("ray") is None:
-            raise UserError("--submit needs: pip install 'isobatch[ray]', or 'ray[train]'")
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # else Ray sends statistics of its use
-        return train_until_done(request, options, processes)
 
     def attempt(self, run: RunFolder) -> Verdict | None:
         launch_run.wait_for_orphans(run)

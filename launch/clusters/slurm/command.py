@@ -33,7 +33,13 @@ TAKEN_OVER = ("partition", "account", "qos", "constraint", "mem")
 
 
 def slurm(words: Sequence[str]) -> int:
-    """Print the script of the request in these words, or submit it; its runs are made."""
+    """Usage: slurm --task TASK --nodes N --gpus-per-node G --time HH:MM:SS [flags] [--submit] [--json]
+
+    flags: --cpu --partition --account --qos --constraint --mem --cpus-per-task --setup FILE
+           --array 0-4 (a run per seed) --parallel N --after JOB --max-legs N
+           --container IMAGE --container-python PYTHON --sbatch "OPTIONS" --srun "OPTIONS", and those of
+           `auto`. A list such as --lr 1e-3,3e-3 trains a run for each value.
+    """
     words = slurm_options.join_sbatch_value(words)
     points = parse_sweep(words, "slurm", slurm_options.SlurmOptions)
     options = slurm_options.SlurmOptions(**points[0][0].extra)

@@ -100,19 +100,6 @@ class Slurm(Cluster):
     def __init__(self) -> None:
         self.stop = JobStop()
 
-    @staticmethod
-    def submit(words: Sequence[str]) -> int:
-        """Usage: slurm --task TASK --nodes N --gpus-per-node G --time HH:MM:SS [flags] [--submit] [--json]
-
-        flags: --cpu --partition --account --qos --constraint --mem --cpus-per-task --setup FILE
-               --array 0-4 (a run per seed) --parallel N --after JOB --max-legs N
-               --container IMAGE --container-python PYTHON --sbatch "OPTIONS" --srun "OPTIONS", and those of
-               `auto`. A list such as --lr 1e-3,3e-3 trains a run for each value.
-        """
-        from isobatch.launch.clusters.slurm.command import slurm
-
-        return slurm(words)
-
     def state(self, runs: Sequence[RunFolder]) -> dict[Path, JobState]:
         jobs = {run.folder: job for run in runs if (job := client.last_job_of(run))}
         known = client.job_states(list(jobs.values()))
