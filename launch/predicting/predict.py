@@ -130,14 +130,17 @@ class Answerer:
     write_text: Any = None
     """Of a language model: (prompt, sampling) -> the text behind it, in pieces."""
 
+    def answer(self, samples: Sequence[str | list[str]]) -> list[dict[str, Any]]:
+        """An answer for each text, or list of two where the model reads pairs."""
+        return self.predict([self.rows.from_text(sample, f"text {n}") for n, sample in enumerate(samples, 1)])
+
     def answer_typed(self, texts: Sequence[str]) -> list[dict[str, Any]]:
         """The texts with their answers; those of pairs in twos."""
         names = ("text", "pair") if self.rows.pairs else ("text",)
         if len(texts) % len(names):
             raise UserError(f"predict: of {len(texts)} texts there are no pairs: give them in twos")
         given = list(zip(*(texts[place :: len(names)] for place in range(len(names))), strict=True))
-        samples = (list(one) if len(one) > 1 else one[0] for one in given)
-        answers = self.predict([self.rows.from_text(one, f"text {n}") for n, one in enumerate(samples, 1)])
+        answers = self.answer([list(one) if len(one) > 1 else one[0] for one in given])
         rows = (dict(zip(names, one, strict=True)) for one in given)
         return [tables.beside(*both) for both in zip(rows, answers, strict=True)]
 
