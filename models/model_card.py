@@ -23,13 +23,6 @@ if TYPE_CHECKING:
 FILE = hub.CARD_FILE
 TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 WITH_THESE_WEIGHTS = "with the weights in this folder"
-OPEN_WEIGHTS = """\
-from safetensors.torch import load_file
-
-weights = load_file("model.safetensors")
-print({name: tuple(tensor.shape) for name, tensor in weights.items()})
-"""
-"""Usage of a model whose task says nothing better."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,14 +33,22 @@ class ModelDescription:
     """What it is, as in `Text classifier`."""
     summary: str = ""
     """A sentence or two on what it does."""
-    usage: str = OPEN_WEIGHTS
-    """Lines that run in the model's folder."""
+    usage: str = ""
+    """Lines that run in the model's folder; by default they open its weights."""
     language: str = "python"
     """Of the lines: python or sh."""
     remark: str = ""
     """What a user of the lines must know."""
     hub_fields: Mapping[str, str] = field(default_factory=dict)
     """For the card's front matter: library_name, pipeline_tag."""
+
+
+def usage_lines(task_file: str, **values: Any) -> str:
+    """The lines of the template that lies beside a task's file, with these values."""
+    from jinja2 import Template
+
+    text = Path(task_file).with_name("usage.jinja").read_text(encoding="utf-8")
+    return Template(text, trim_blocks=True).render(values)
 
 
 class HeldOutFigures(NamedTuple):

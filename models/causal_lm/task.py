@@ -33,7 +33,7 @@ from isobatch.models.causal_lm import (
 )
 from isobatch.models.causal_lm.generation import Sampling, TextStream
 from isobatch.models.causal_lm.model_sizes import PRESETS
-from isobatch.models.model_card import ModelDescription
+from isobatch.models.model_card import ModelDescription, usage_lines
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -46,22 +46,6 @@ MAX_LENGTH_WITH_ATTENTION_DROPOUT = 512
 """Above this length attention dropout is 0: keyed noise rules out the fused attention kernel."""
 FINETUNING_LR, ADAPTER_LR = 5e-5, 2e-4
 """Peak rates for a loaded model: of Hugging Face's Trainer, and of adapters (Dettmers et al. 2023)."""
-
-USAGE = """\
-from transformers import pipeline
-
-write = pipeline("text-generation", ".", tokenizer="."{code})
-print(write("A text begins", max_new_tokens=20)[0]["generated_text"])
-"""
-
-CHAT_USAGE = """\
-from transformers import pipeline
-
-write = pipeline("text-generation", ".", tokenizer="."{code})
-chat = [{{"role": "user", "content": "A question"}}]
-answer = write(chat, max_new_tokens=100, eos_token_id=write.tokenizer.eos_token_id)[0]
-print(answer["generated_text"][-1]["content"])
-"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -349,7 +333,7 @@ class CausalLM(Task):
             title="Adapter of a language model" if adapted else "Language model",
             summary=("Answers in a conversation." if chats else "Continues a text.")
             + (" It needs the model that it was trained on." if adapted else ""),
-            usage=(CHAT_USAGE if chats else USAGE).format(code=code),
+            usage=usage_lines(__file__, code=code, chats=chats),
             hub_fields={"library_name": library, "pipeline_tag": "text-generation"},
         )
 

@@ -24,7 +24,7 @@ from isobatch.models.encoder.last_layer import compute_first_alone
 from isobatch.models.encoder.prediction import TextClassifier
 from isobatch.models.encoder.problems import CLASS_WEIGHTS, LossTerms
 from isobatch.models.encoder.report import ClassifierReport
-from isobatch.models.model_card import ModelDescription
+from isobatch.models.model_card import ModelDescription, usage_lines
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -40,15 +40,6 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "bert-6l": {"num_hidden_layers": 6},
 }
 """BERTs to train from scratch; `bert-6l` has the layer widths of BERT-base."""
-USAGE = """\
-from transformers import AutoModelFor{head}, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained(".")
-model = AutoModelFor{head}.from_pretrained("."{code})
-inputs = tokenizer({text}, truncation=True, max_length={length}, return_tensors="pt")
-logits = model(**inputs).logits[0]
-{answer}
-"""
 LEAST_STEPS = 1000
 """Fewest steps of a classifier. A small set needs a number of steps, not of epochs: Mosbach et al. 2021, "On
 the Stability of Fine-tuning BERT", train for 20 epochs where there are 2,500 rows; Zhang et al. 2021,
@@ -306,7 +297,8 @@ class Classifier(Task):
         return ModelDescription(
             title="Text classifier" + (", pruned" if pruned else ""),
             summary=problem.description.format(count=len(names), labels=shown),
-            usage=USAGE.format(
+            usage=usage_lines(
+                __file__,
                 head=problem.head,
                 answer=problem.usage,
                 code=", trust_remote_code=True" if pruned else "",

@@ -18,30 +18,17 @@ from isobatch.models.classification.distillation import DistillationOptions, Dis
 from isobatch.models.classification.task import FAST, onnx_variants
 from isobatch.models.encoder import encoders, evaluation, latency
 from isobatch.models.encoder import export as exporting
+from isobatch.models.model_card import ModelDescription, usage_lines
 
 if TYPE_CHECKING:
     from torch import nn
 
     from isobatch.core.facts import Facts
     from isobatch.core.recipe import Recipe
-    from isobatch.models.model_card import ModelDescription
     from isobatch.models.protocols import Batches
 
 CALIBRATION_SAMPLES = 256
 """Training samples from which the ranges of the activations are chosen."""
-USAGE = """\
-import json, numpy, onnxruntime, tokenizers
-
-tokenizer = tokenizers.Tokenizer.from_file("tokenizer.json")
-tokenizer.no_padding()
-tokenizer.enable_truncation({length})
-session = onnxruntime.InferenceSession("{file}")
-text = tokenizer.encode({text})
-values = {{"input_ids": text.ids, "attention_mask": text.attention_mask, "token_type_ids": text.type_ids}}
-inputs = {{i.name: numpy.array([values[i.name]]) for i in session.get_inputs()}}
-logits = session.run(None, inputs)[0][0]
-print(json.load(open("config.json"))["id2label"][str(logits.argmax())])
-"""
 QUANTIZERS_FILE = "quantizers.safetensors"
 """Scales and zero points in final/."""
 
@@ -134,7 +121,7 @@ class QAT(DistilledClassifier):
         """The lines for onnxruntime: they need no torch."""
         described = super().describe_model(final, facts)
         text = evaluation.example_texts(facts)
-        usage = USAGE.format(file=self._file_name, text=text, length=self.recipe.max_length)
+        usage = usage_lines(__file__, file=self._file_name, text=text, length=self.recipe.max_length)
         beside = "model.safetensors has the same weights, rounded, for transformers"
         title = f"{described.title}, quantized"
         return dataclasses.replace(described, title=title, usage=usage, remark=beside)

@@ -23,7 +23,7 @@ from isobatch.models import hub, lora, saving
 from isobatch.models.base import Batch, Loss, ModelSize
 from isobatch.models.causal_lm import adapters
 from isobatch.models.causal_lm.model_sizes import PRESETS
-from isobatch.models.model_card import ModelDescription
+from isobatch.models.model_card import ModelDescription, usage_lines
 from isobatch.models.preference.task import PairTask, figures_of, first_minus_second
 
 if TYPE_CHECKING:
@@ -36,14 +36,6 @@ if TYPE_CHECKING:
 
 HEAD = "score"
 """The name that transformers gives the layer with the score."""
-USAGE = """\
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained(".")
-model = AutoModelForSequenceClassification.from_pretrained(".", num_labels=1)
-ids = tokenizer("a prompt and an answer, written as in training", return_tensors="pt").input_ids
-print(float(model(input_ids=ids).logits))
-"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,7 +151,7 @@ class RewardModel(PairTask):
         return ModelDescription(
             title="Adapter of a reward model" if adapted else "Reward model",
             summary="Gives a prompt with an answer a score: the larger, the better the answer.",
-            usage=USAGE,
+            usage=usage_lines(__file__),
             hub_fields={"library_name": "peft" if adapted else "transformers"}
             | {"pipeline_tag": "text-classification"},
         )

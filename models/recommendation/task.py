@@ -21,7 +21,7 @@ from isobatch.models import hub
 from isobatch.models.base import Batch, Loss, ModelSize, Phase, Rows, StepContext, Sum, Task
 from isobatch.models.causal_lm import model_sizes
 from isobatch.models.causal_lm.model_sizes import PRESETS
-from isobatch.models.model_card import ModelDescription
+from isobatch.models.model_card import ModelDescription, usage_lines
 from isobatch.models.recommendation import model_size, recommendations
 from isobatch.models.recommendation.recommendations import BASELINES, BASELINES_FILE, MODEL
 
@@ -34,13 +34,6 @@ TRAINABLE_PARTS = ("projection", "fusion", "mlp", "ids")
 """What --trainable can name: the parts of the network that train besides the encoder."""
 LORA_BLOCKS = 4
 """Default of --lora-blocks."""
-USAGE = """\
-from recommendations import open_recommendations
-
-trained = open_recommendations(".")  # by="ease", "knn" or "popularity": a baseline; "best": on validation
-for title, score in trained.top(trained.users[0], 10):
-    print(f"{score:8.3f}  {title}")
-"""
 TEXT_CACHE_FOLDER = "encoded"
 """Folder beside the prepared data for the states that enter the lowest trained block."""
 
@@ -341,7 +334,7 @@ class Recommender(Task):
         return ModelDescription(
             title="Recommender",
             summary="Ranks all items for a user of the training data, without those that the user had.",
-            usage=USAGE,
+            usage=usage_lines(__file__),
             remark="with numpy and safetensors alone",
         )
 
