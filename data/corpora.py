@@ -201,12 +201,18 @@ def demo_files() -> list[Path]:
     return small
 
 
-def demo_corpus() -> Corpus:
-    """The demo: each file of `demo_files` is a document; every tenth is validation."""
-    files = demo_files()
+def _texts_of_files(files: Iterable[Path]) -> Iterator[str]:
+    return (file.read_text(encoding="utf-8") for file in files)
+
+
+def demo_corpus(read: Callable[[list[Path]], Iterable[Any]] = _texts_of_files, step: int = 1) -> Corpus:
+    """What `read` gives of one in `step` of `demo_files`, by default each as a document; every tenth of these
+    is validation.
+    """
+    files = demo_files()[::step]
     valid = files[9::10]
-    parts = {"train": [f for f in files if f not in valid], "valid": valid}
-    return Corpus({s: partial(map, partial(Path.read_text, encoding="utf-8"), fs) for s, fs in parts.items()})
+    parts = {"train": [file for file in files if file not in valid], "valid": valid}
+    return Corpus({split: partial(read, part) for split, part in parts.items()})
 
 
 def corpus_from_files(files: dict[str, SplitFiles], share: float | None = None) -> Corpus:

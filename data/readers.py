@@ -43,6 +43,8 @@ DELIMITERS = {"csv": ",", "tsv": "\t"}
 GZIP = ".gz"
 SPLITS = {"train": "train", "training": "train", "valid": "valid", "validation": "valid", "val": "valid"}
 SPLITS |= {"dev": "valid", "test": "test"}
+"""Words in names -> the split that they mean."""
+SPLIT_NAMES = ("train", "valid", "test")
 LocatedRows = Iterable[tuple[str, Mapping[str, Any]]]
 """(where, row) of each row; `where` names its file and line, for error messages."""
 
@@ -147,7 +149,7 @@ def _find_in_folder(folder: Path, file_format: str | None) -> dict[str, SplitFil
     if file_format is None and len(formats) > 1:
         raise UserError(f"--data {folder}: holds {' and '.join(formats)} files: choose with --format")
     known = [f for f in known if file_format in (None, _format_of(f))]
-    found: dict[str, tuple[Path, ...]] = dict.fromkeys(("train", "valid", "test"), ())
+    found: dict[str, tuple[Path, ...]] = dict.fromkeys(SPLIT_NAMES, ())
     for file in known:
         file.open("rb").close()
         found[str(split_named(file.stem))] += (file,)

@@ -23,7 +23,7 @@ from isobatch.data.corpora import DEMO, Corpus
 from isobatch.data.preparation.encoding import batches
 from isobatch.data.preparation.spooled_array import SpooledColumns
 from isobatch.data.tables.delimited import is_number
-from isobatch.data.tokenized import TOKENIZER_FILE, TokenizedData
+from isobatch.data.tokenized import TOKENIZER_FILE, TokenizedData, path_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -36,7 +36,6 @@ MODEL_IDS = ("bos", "eos", "unk")
 """Ids that only the model uses, numbered after those of the data."""
 MAX_IDS = (1 << 31) - len(MODEL_IDS)
 """Most ids of the data: all must fit int32."""
-SPLITS = ("train", "valid", "test")
 BLOCK_ENTRIES = 1 << 18
 END = -1
 """Stands for the end token until the number of ids is known."""
@@ -161,7 +160,7 @@ class Sequences(TokenizedData):
     assumed: ClassVar[Mapping[str, Any]] = {"bos": 1, "eos": 2, "unk": 3}
 
     def check(self) -> None:
-        options, path, length = self.options, self._data_path(), self.recipe.max_length
+        options, path, length = self.options, path_of(self.recipe.data), self.recipe.max_length
         if length < 2:
             raise UserError(f"--max-length {length}: must be at least 2: an id and the end token")
         if options.text_column is not None and options.sequence_column is not None:
@@ -210,7 +209,7 @@ class Sequences(TokenizedData):
         """Raises UserError for a split without sequences, and for ids that are not in the vocabulary."""
         corpus, kind = self._open_corpus()
         room, folder = self.recipe.max_length - 1, self.workshop.folder
-        wanted = SPLITS if self.known is None else ("valid",)
+        wanted = readers.SPLIT_NAMES if self.known is None else ("valid",)
         found = {split: SequenceRows(room, folder) for split in wanted if split in corpus.splits}
         tokenizer = self._collect_texts(corpus, found) if kind == TEXT else None
         size = tokenizers.vocabulary_size(tokenizer) if tokenizer else self._collect_ids(corpus, found)

@@ -130,7 +130,7 @@ class TokenizedData(Data):
 
     def _files(self) -> dict[str, readers.SplitFiles]:
         """The files of each split, with that of --valid; none of the demo and of hub data."""
-        path = self._data_path()
+        path = path_of(self.recipe.data)
         found = corpora.find_splits(path, self.recipe.format, self.options) if path else {}
         return found if self.known is None else {"train": found["train"], "valid": found["train"]}
 
@@ -148,10 +148,6 @@ class TokenizedData(Data):
 
     def _tokenizer_source(self) -> tokenizers.TokenizerSource:
         return tokenizers.locate(self.recipe.tokenizer, self.recipe.model, self.recipe.revision)
-
-    def _data_path(self) -> Path | None:
-        """The file or folder that --data names, if it names one."""
-        return path_of(self.recipe.data)
 
     def _check_vocabulary_size(self) -> None:
         size, (least, why) = self.options.vocab_size, self.fewest_tokens

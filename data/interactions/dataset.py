@@ -22,7 +22,7 @@ from isobatch.data.digests import file_hash
 from isobatch.data.interactions import demo, formats, movielens
 from isobatch.data.interactions.log import MISSING, draw_eval_negatives, pair_keys
 from isobatch.data.interactions.log_splits import LogSplits, Numbering, read_log
-from isobatch.data.tokenized import TOKENIZER_FILE, TokenizedData
+from isobatch.data.tokenized import TOKENIZER_FILE, TokenizedData, path_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -76,7 +76,7 @@ class Interactions(TokenizedData):
         options = self.options
         if options.eval_negatives < 1:
             raise UserError(f"--eval-negatives {options.eval_negatives}: must be at least 1")
-        path = self._data_path()
+        path = path_of(self.recipe.data)
         if path is not None:
             for file in self._tables(path):
                 if not file.is_file():
@@ -86,7 +86,7 @@ class Interactions(TokenizedData):
             raise UserError(f"--data {self.recipe.data}: give a folder or file; hub data has no one form")
 
     def _content_identity(self) -> Any:
-        path = self._data_path()
+        path = path_of(self.recipe.data)
         return DEMO if path is None else [[f.name, file_hash(f)] for f in self._tables(path)]
 
     def _folder_format(self, path: Path) -> formats.FolderFormat | None:
@@ -105,7 +105,7 @@ class Interactions(TokenizedData):
 
     def _load(self) -> formats.RawInteractions:
         """The interactions as they are in the files, or the demo."""
-        path = self._data_path()
+        path = path_of(self.recipe.data)
         if path is None:
             return demo.demo_interactions()
         if folder_format := self._folder_format(path):

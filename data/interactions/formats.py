@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isobatch.core.errors import UserError
 from isobatch.data.interactions import tables
-from isobatch.data.readers import name_columns, open_parquet, require_name
+from isobatch.data.readers import SPLIT_NAMES, name_columns, open_parquet, require_name
 from isobatch.data.tables.delimited import ATOMIC
 
 if TYPE_CHECKING:
@@ -51,7 +51,6 @@ UNSPLIT_STEMS = (
 """Words in the name of a file that holds all interactions, not yet split."""
 USER_STEMS, ITEM_STEMS = ("users", "customers"), ("items", "movies", "products", "articles", "books")
 """Names of the tables of texts."""
-SPLITS = ("train", "valid", "test")
 
 
 class ItemText(NamedTuple):
@@ -115,7 +114,7 @@ def _split_from_name(file: Path) -> str | None:
         return None
     if any(word in words for word in UNSPLIT_STEMS):
         return "all"
-    found = (split for split in SPLITS for word in words if word in (split, f"{split}ation"))
+    found = (split for split in SPLIT_NAMES for word in words if word in (split, f"{split}ation"))
     return next(found, "all" if file.suffix == ".inter" else None)
 
 
@@ -134,7 +133,7 @@ def read_tables(path: Path, file_format: str | None, options: Any) -> RawInterac
     notes: list[str] = []
     if path.is_file():
         return RawInteractions({"all": _open_interactions(path, options, notes)}, notes=notes)
-    splits = {split: [f for f in files if _split_from_name(f) == split] for split in ("all", *SPLITS)}
+    splits = {split: [f for f in files if _split_from_name(f) == split] for split in ("all", *SPLIT_NAMES)}
     if splits["train"]:
         splits["all"] = []
     if twice := next((fs for fs in splits.values() if len(fs) > 1), None):

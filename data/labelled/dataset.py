@@ -20,7 +20,7 @@ from isobatch.data.corpora import DEMO, TrainingRows
 from isobatch.data.labelled import rows as reading
 from isobatch.data.labelled.kinds import KINDS, LabelKind, WordTags, find_kind
 from isobatch.data.preparation.encoding import EncodedShard, ShardEncoder, encode_whole
-from isobatch.data.tokenized import TokenizedData
+from isobatch.data.tokenized import TokenizedData, path_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -78,7 +78,6 @@ class LabelledEncoder(ShardEncoder):
     `cut`, and of words without a label, `unlabelled`.
     """
 
-    dtype: type
     pairs: bool
     words: bool
     max_length: int
@@ -219,7 +218,7 @@ class Labelled(TokenizedData):
         splits = {
             s: reading.SplitLabels.read(reading.read_examples(read(), columns)) for s, read in rows.items()
         }
-        if self._data_path() is None:  # of a hub data set the splits are known now
+        if path_of(self.recipe.data) is None:  # of a hub data set the splits are known now
             corpora.check_valid(self.options.valid, splits, self.recipe.data)
         known = {"problem": self.options.problem} if self.known is None else self.known.extra
         kind, notes = find_kind(known.get("problem", "classes"), columns, splits["train"])

@@ -6,7 +6,6 @@ import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -149,7 +148,7 @@ class Preferences(TokenizedData):
 
     def _open_rows(self) -> Corpus:
         if self.recipe.data == DEMO:
-            return demo_pairs()
+            return corpora.demo_corpus(_pairs_of_files, step=2)
         share = corpora.share_of(self.options.valid)
         rows = corpora.open_rows(self.recipe.data, self._files(), self.options.data_config, share)
         self.require_columns(rows.columns, f"--data {self.recipe.data}")
@@ -188,18 +187,8 @@ class Preferences(TokenizedData):
         return found
 
 
-def demo_pairs() -> Corpus:
-    """Pairs with the head of a function as prompt: its next lines are chosen, the same turned round rejected.
-
-    Of every other file; every tenth of those is validation.
-    """
-    files = corpora.demo_files()[::2]
-    valid = files[9::10]
-    train = [file for file in files if file not in valid]
-    return Corpus({"train": partial(_pairs_of_files, train), "valid": partial(_pairs_of_files, valid)})
-
-
 def _pairs_of_files(files: list[Path]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The demo: the head of a function is the prompt, its next lines are chosen, and rejected turned round."""
     for file in files:
         lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
         for number, line in enumerate(lines):

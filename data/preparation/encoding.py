@@ -84,6 +84,8 @@ class ShardEncoder(ABC):
     """Makes a shard of some texts. Its fields decide all: another process gets a copy."""
 
     tokenizer: Tokenizer = field(repr=False)
+    dtype: type
+    """Of token ids."""
 
     @abstractmethod
     def __call__(self, texts: list[str]) -> EncodedShard: ...

@@ -68,10 +68,6 @@ class TextGroupEncoder:
     def columns(self) -> list[str] | None:
         return [self.column] if self.kind == TEXT else None
 
-    def texts(self, rows: Rows, where: str) -> Iterator[str]:
-        """What a tokenizer is trained on."""
-        return self.text_set({"train": rows}, where).texts()
-
     def text_set(self, rows: Mapping[str, Rows], where: str) -> TextSet:
         """The rows of each split as local preparation sees a set."""
         located = {split: partial(_located, found, where) for split, found in rows.items()}

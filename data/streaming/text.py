@@ -26,8 +26,6 @@ from isobatch.data.text.sources import TEXT, detect_row_kind
 from isobatch.data.tokenized import TOKENIZER_FILE
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
     from isobatch.data.streaming.shards import Rows
 
 ENCODER_FILE = "encoder.json"
@@ -90,7 +88,7 @@ class StreamedText(Text):
         encoder, splits = self._encoder(kind, column), index.divide(self.objects)
         tokenizer, special = self._open_or_train_tokenizer(lambda: self._texts(encoder, splits))
         tokenizer.save(str(folder / TOKENIZER_FILE))
-        self._bind(encoder, tokenizer, special)
+        encoder.tokenization = TokenizationSettings(tokenizer, special, self.recipe.max_length)
         atomic_files.write_json(folder / ENCODER_FILE, {"kind": kind, "column": column, "special": special})
         first = self.objects[0]
         is_read = kind != TEXT or not first.address.endswith(".parquet")  # of which one column is read
@@ -110,10 +108,7 @@ class StreamedText(Text):
         for number in splits["train"]:
             shard = shard_of(Store(), self.objects[number], encoder.columns)
             for _, rows in shard.groups():
-                yield from encoder.texts(rows, shard.stored.address)
-
-    def _bind(self, encoder: TextGroupEncoder, tokenizer: Tokenizer, special: dict[str, int | None]) -> None:
-        encoder.tokenization = TokenizationSettings(tokenizer, special, self.recipe.max_length)
+                yield from encoder.text_set({"train": rows}, shard.stored.address).texts()
 
     def _shown(self, encoder: TextGroupEncoder, folder: Path) -> dict[str, Any]:
         """What Facts should know of the first groups: a prompt; of conversations their template and turns."""
@@ -132,7 +127,8 @@ class StreamedText(Text):
         """The samples of an indexed split."""
         known = atomic_files.read_json(folder / ENCODER_FILE)
         encoder = self._encoder(known["kind"], known["column"])
-        self._bind(encoder, tokenizers.open_tokenizer(folder / TOKENIZER_FILE), known["special"])
+        tokenizer = tokenizers.open_tokenizer(folder / TOKENIZER_FILE)
+        encoder.tokenization = TokenizationSettings(tokenizer, known["special"], self.recipe.max_length)
         source = StreamedSource(folder / split, encoder, GroupCache(groups_folder()))
         window = self.recipe.shuffle_window * len(source) // len(source.table)
         source.read_ahead = max(1, min(window, len(source)))

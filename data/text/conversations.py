@@ -65,7 +65,6 @@ class ConversationEncoder(ShardEncoder):
     `counts`; the most `turns`; the first [prompt, answer] that are not truncated, `prompts`.
     """
 
-    dtype: type
     template: ChatTemplate
     max_length: int
     response_only: bool

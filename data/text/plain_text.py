@@ -51,7 +51,6 @@ class PlainTextEncoder(ShardEncoder):
     end of the last text.
     """
 
-    dtype: type
     is_stream: bool
     eos: int | None
     """The token that follows a document; None: a line break does."""

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 TEXT = "text"
 """Plain text, and the column of it where none is named."""
-SPLITS = ("train", "valid", "test")
 SET_COLUMN = "set"
 """The column of a mixture with the number of a sample's set."""
 TextSet = PlainText | Conversations
@@ -167,7 +166,7 @@ class Mixture:
 
     def __init__(self, sets: Sequence[TextSet]) -> None:
         self.sets = sets
-        self.splits = [split for split in SPLITS if any(split in s.splits for s in sets)]
+        self.splits = [split for split in readers.SPLIT_NAMES if any(split in s.splits for s in sets)]
         self.samples: list[dict[str, int]] = [{} for _ in sets]
         self.sizes: list[dict[str, dict[str, int]]] = [{} for _ in sets]
 

@@ -183,7 +183,8 @@ def _fit_multi_label(train: Any, labels: np.ndarray, asked: Any, count: int) -> 
     from sklearn.multiclass import OneVsRestClassifier
 
     model = OneVsRestClassifier(_logistic_regression()).fit(train, labels > 0)
-    return _log_odds(model.predict_proba(asked))
+    shares = np.clip(model.predict_proba(asked), 1e-6, 1 - 1e-6)
+    return np.log(shares / (1 - shares))
 
 
 def _fit_scores(train: Any, labels: np.ndarray, asked: Any, count: int) -> np.ndarray:  # noqa: ARG001
@@ -198,11 +199,6 @@ def _best_set(labels: np.ndarray, count: int) -> np.ndarray:
     order = np.argsort(-there, kind="stable")
     f1 = np.cumsum(there[order]) / (len(labels) * np.arange(1, count + 1) + there.sum())
     return np.where(np.argsort(order) <= f1.argmax(), 10.0, -10.0)
-
-
-def _log_odds(shares: np.ndarray) -> np.ndarray:
-    clipped = np.clip(shares, 1e-6, 1 - 1e-6)
-    return np.log(clipped / (1 - clipped))
 
 
 def _counts(labels: np.ndarray, count: int) -> np.ndarray:

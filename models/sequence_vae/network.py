@@ -43,18 +43,14 @@ class NetworkConfig:
     max_length: int
     dropout: float
 
-    @property
-    def heads(self) -> int:
-        """Attention heads of a transformer layer."""
-        return self.hidden // HEAD_WIDTH if self.hidden % HEAD_WIDTH == 0 else 1
-
 
 class CausalBlock(nn.Module):
     """A pre-norm transformer layer whose tokens attend to themselves and those before."""
 
     def __init__(self, config: NetworkConfig) -> None:
         super().__init__()
-        width, self.heads = config.hidden, config.heads
+        width = config.hidden
+        self.heads = width // HEAD_WIDTH if width % HEAD_WIDTH == 0 else 1
         self.attention_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)

@@ -29,7 +29,8 @@ def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def encoder(folder: Path) -> LengthEncoder:
     (folder / "calls").touch()
-    return LengthEncoder(tokenizer=train_byte_level_bpe(["a b c"], 257), calls=str(folder / "calls"))
+    tokenizer = train_byte_level_bpe(["a b c"], 257)
+    return LengthEncoder(tokenizer=tokenizer, dtype=int, calls=str(folder / "calls"))
 
 
 def lengths(shards: Any) -> list[int]:
