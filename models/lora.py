@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isobatch.core.errors import UserError
+from isobatch.core.errors import UserError, first_line
 
 if TYPE_CHECKING:
     from torch import nn
@@ -246,5 +246,4 @@ def put_adapter(model: Any, folder: Path, base: str) -> Any:
     try:
         return PeftModel.from_pretrained(model, str(folder))
     except (RuntimeError, ValueError) as error:  # the shapes or the names do not match
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"{folder}: is no adapter for {base}: {reason}") from None
+        raise UserError(f"{folder}: is no adapter for {base}: {first_line(error)}") from None

@@ -188,7 +188,7 @@ class Preferences(TokenizedData):
 
 
 def _pairs_of_files(files: list[Path]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The demo: the head of a function is the prompt, its next lines are chosen, and rejected turned round."""
+    """The demo: a function's head as prompt, its next lines as chosen, the same turned round as rejected."""
     for file in files:
         lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
         for number, line in enumerate(lines):

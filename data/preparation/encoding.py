@@ -18,9 +18,10 @@ import uuid
 import zipfile
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -112,6 +113,10 @@ class Workshop:
     """Where shards are kept until the data is prepared; None: nowhere."""
 
 
+MakeShard = Callable[[int, list[str]], EncodedShard]
+"""The number of a shard, and its texts -> the shard."""
+
+
 def encode_in_shards(
     encoder: ShardEncoder, name: str, texts: Iterable[str], workshop: Workshop
 ) -> Iterator[EncodedShard]:
@@ -120,14 +125,15 @@ def encode_in_shards(
     Raises UserError as the encoder does.
     """
     described = f"{encoder} {name}".encode()
-    keeper = _Keeper(encoder, workshop.folder, short_digest(described, encoder.tokenizer.to_str().encode()))
+    job = short_digest(described, encoder.tokenizer.to_str().encode())
+    make = partial(_made_once, encoder, workshop.folder, job)
     numbered: Iterator[tuple[int, list[str]]] = enumerate(batches(texts))
     first = list(itertools.islice(numbered, SHARDS_IN_THREADS))
     numbered = itertools.chain(first, numbered)
     if workshop.workers == 1 or len(first) < SHARDS_IN_THREADS:
-        shards = (keeper.made_once(number, batch) for number, batch in numbered)
+        shards = (make(number, batch) for number, batch in numbered)
     else:
-        shards = _in_processes(keeper, numbered, workshop.workers)
+        shards = _in_processes(make, numbered, workshop.workers)
     with contextlib.closing(shards):
         for shard in shards:
             yield shard
@@ -159,29 +165,25 @@ def batches(texts: Iterable[str]) -> Iterator[list[str]]:
         yield batch
 
 
-@dataclass(frozen=True, slots=True)
-class _Keeper:
-    """Makes each shard once: one that a killed preparation left is taken."""
+def _made_once(
+    encode: ShardEncoder, folder: Path | None, job: str, number: int, texts: list[str]
+) -> EncodedShard:
+    """The shard of some texts, kept in a file by its number: one that a killed preparation left is taken.
 
-    encode: ShardEncoder
-    folder: Path | None
-    job: str
-    """A digest of the encoder and the name of its texts."""
-
-    def made_once(self, number: int, texts: list[str]) -> EncodedShard:
-        """The shard of some texts, kept in a file by its number."""
-        if self.folder is None:
-            return self.encode(texts)
-        made_from = short_digest(self.job.encode(), json.dumps(texts).encode())
-        file = self.folder / f"{self.job}-{number:06d}.shard"
-        if (shard := kept_shard(file, made_from)) is None:
-            shard = self.encode(texts)
-            shard.keep(file, made_from)
-        return shard
+    `job`: a digest of the encoder and the name of its texts.
+    """
+    if folder is None:
+        return encode(texts)
+    made_from = short_digest(job.encode(), json.dumps(texts).encode())
+    file = folder / f"{job}-{number:06d}.shard"
+    if (shard := kept_shard(file, made_from)) is None:
+        shard = encode(texts)
+        shard.keep(file, made_from)
+    return shard
 
 
 def _in_processes(
-    keeper: _Keeper, numbered: Iterable[tuple[int, list[str]]], workers: int
+    make: MakeShard, numbered: Iterable[tuple[int, list[str]]], workers: int
 ) -> Generator[EncodedShard, None, None]:
     """Yield the shards in order, each made by one of `workers` processes.
 
@@ -190,7 +192,7 @@ def _in_processes(
     from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
     from multiprocessing import get_context
 
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), _begin, (keeper,))
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), _begin, (make,))
     waiting: deque[Future[EncodedShard]] = deque()
     try:
         for number, batch in numbered:
@@ -228,16 +230,16 @@ def _own_program() -> Iterator[None]:
         os.environ.update({name: environment[name] for name in ONE_THREAD if name in environment})
 
 
-_keepers: list[_Keeper] = []
+_makers: list[MakeShard] = []
 """That of a process that encodes for another."""
 
 
-def _begin(keeper: _Keeper) -> None:
+def _begin(make: MakeShard) -> None:
     """Begin a process that encodes; it ends with the one that started it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the one that started it says when it ends
     os.dup2(2, 1)  # what a library prints is no output of the command that prepares
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _keepers.append(keeper)
+    _makers.append(make)
 
 
 def _end_with_parent() -> None:
@@ -250,4 +252,4 @@ def _end_with_parent() -> None:
 
 
 def _make(number: int, texts: list[str]) -> EncodedShard:
-    return _keepers[0].made_once(number, texts)
+    return _makers[0](number, texts)

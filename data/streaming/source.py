@@ -31,7 +31,7 @@ from isobatch.data.streaming.groups import (
     group_digest,
 )
 from isobatch.data.streaming.shards import Shard, shard_of
-from isobatch.data.streaming.store import ChangedObjectError, Store
+from isobatch.data.streaming.store import Store, changed_object
 from isobatch.data.text import chat_templates
 from isobatch.data.text.conversations import TOKENIZATION_VERSION, Conversations
 from isobatch.data.text.plain_text import PlainText, TokenizationSettings
@@ -225,7 +225,7 @@ class StreamedSource(Source):
         columns = self.encoder.encode(rows_of_group(shard, place), address)[0]
         if group_digest(columns) != digest:
             self._store.require_unchanged(shard.stored)
-            raise ChangedObjectError(address, " (or the library tokenizers has another version)")
+            raise changed_object(address, " (or the library tokenizers has another version)")
         return columns
 
     def _shard(self, number: int) -> Shard:

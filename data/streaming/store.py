@@ -128,14 +128,12 @@ class StoredObject:
     """Its ETag, or the time of its last change."""
 
 
-class ChangedObjectError(TrainingError):
-    """An object is not the one that was indexed."""
-
-    def __init__(self, address: str, or_else: str = "") -> None:
-        super().__init__(
-            f"{address} was changed after it was indexed: put the old one back, or train anew with --again,"
-            f" which indexes the new one{or_else}"
-        )
+def changed_object(address: str, or_else: str = "") -> TrainingError:
+    """The error where an object is not the one that was indexed."""
+    return TrainingError(
+        f"{address} was changed after it was indexed: put the old one back, or train anew with --again,"
+        f" which indexes the new one{or_else}"
+    )
 
 
 class Store:
@@ -199,11 +197,11 @@ class Store:
         return _insist(address, f"bytes {start:,} to {stop:,}", attempt)
 
     def require_unchanged(self, indexed: StoredObject) -> None:
-        """Raise ChangedObjectError where the store now has another object at this address."""
+        """Raise TrainingError where the store now has another object at this address."""
         filesystem, path = self._open(indexed.address)
         info = _insist(indexed.address, "its size", lambda: filesystem.info(path))
         if _described(indexed.address, info) != indexed:
-            raise ChangedObjectError(indexed.address)
+            raise changed_object(indexed.address)
 
 
 def _described(address: str, info: dict[str, Any]) -> StoredObject:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from isobatch.core import atomic_files
-from isobatch.core.errors import UserError
+from isobatch.core.errors import UserError, refuse
 from isobatch.data import chat_formats, tokenizers
 from isobatch.data.streaming import index, store
 from isobatch.data.streaming.groups import GroupCache, GroupTable, groups_folder
@@ -52,13 +52,9 @@ class StreamedText(Text):
             f"--stride {options.stride}": options.stride,
             "--clean duplicates": any(step.name == "duplicates" for step in self._cleaning_steps()),
         }
-        if refused := [flag for flag, given in asked.items() if given]:
-            raise UserError(
-                f"{refused[0]}: needs data on this machine, which is prepared as a whole: copy it here, or"
-                " leave this out"
-            )
-        if form is not None:
-            raise UserError(f"--format {form}: an object in a store says by its ending what it is")
+        here = "needs data on this machine, which is prepared as a whole: copy it here, or leave this out"
+        refuse({f"{flag}: {here}": given for flag, given in asked.items()})
+        refuse({f"--format {form}: an object in a store says by its ending what it is": form is not None})
         chat_templates.check_name(options.template)
         self._check_vocabulary_size()
         self._tokenizer_source()

@@ -92,7 +92,7 @@ def points_of(runs: Sequence[RunFolder], rows: Sequence[ReportRow]) -> list[Poin
     return [
         Point(
             f"{row['run']}, {row['form']}",
-            row[problems.named(row["problem"], row["class_names"]).headline],
+            row[problems.PROBLEMS[row["problem"]](row["class_names"]).headline],
             row["file_bytes"],
             tuple(row[batch]["p50"] for batch in TIMED),
             folders[row["run"]] / row["file"],

@@ -111,7 +111,7 @@ def standings(problem: Problem, mine: Predictions, others: Iterable[Baseline]) -
     """The model against each baseline, by the problem's paired test. What was settled for the model, as
     thresholds, is not for the others.
     """
-    evidence, plain = problem.evidence(mine), problems.named(problem.name, problem.labels)
+    evidence, plain = problem.evidence(mine), problems.PROBLEMS[problem.name](problem.labels)
     found = [(one.name, plain.evidence(one.found)) for one in others]
     return [
         Standing(name, problem.score(other), problem.difference(evidence, other)) for name, other in found

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from isobatch.core.errors import UserError
+from isobatch.core.errors import UserError, first_line
 from isobatch.core.extras import need
 from isobatch.models.encoder.class_metrics import Predictions
 
@@ -108,8 +108,7 @@ def onnx_session(file: Path, threads: int = 0) -> Any:
     try:
         return onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # the library's exceptions have no base of their own
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"{file} cannot be opened by onnxruntime: {reason}") from None
+        raise UserError(f"{file} cannot be opened by onnxruntime: {first_line(error)}") from None
 
 
 def has_text_pairs(facts: Facts) -> bool:

@@ -619,14 +619,9 @@ PROBLEMS: Mapping[str, type[Problem]] = {
 }
 
 
-def named(name: str, labels: Sequence[str], kept: Calibration | None = None) -> Problem:
-    """The problem of this name, of a model of which that is known."""
-    return PROBLEMS[name](labels, kept)
-
-
 def of_facts(facts: Any) -> Problem:
     """The problem of prepared data."""
-    return named(facts.extra.get("problem", Classes.name), facts.extra["labels"])
+    return PROBLEMS[facts.extra.get("problem", Classes.name)](facts.extra["labels"])
 
 
 def of_folder(folder: Path) -> Problem:
@@ -642,7 +637,7 @@ def of_config(config: Mapping[str, Any], kept: Calibration | None = None) -> Pro
     noted = (config.get("isobatch") or {}).get("problem")
     kinds = (kind for kind in PROBLEMS.values() if kind.problem_type == config.get("problem_type"))
     tags = [Entities.name] * str(architecture).endswith(Entities.head)
-    return named(noted or [*tags, *(kind.name for kind in kinds), Classes.name][0], labels, kept)
+    return PROBLEMS[noted or [*tags, *(kind.name for kind in kinds), Classes.name][0]](labels, kept)
 
 
 def of_model(model: Any) -> Problem:

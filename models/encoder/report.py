@@ -165,7 +165,7 @@ def tables(row: ReportRow) -> list[ReportTable]:
 
 
 def _problem(row: ReportRow) -> Problem:
-    return problems.named(row["problem"], row["class_names"])
+    return problems.PROBLEMS[row["problem"]](row["class_names"])
 
 
 def _who_is_ahead(rows: list[ReportRow]) -> str:

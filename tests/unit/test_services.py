@@ -226,20 +226,20 @@ def test_the_focal_loss_is_its_formula_and_so_is_its_gradient(
         label[:, 2] = -100
     weights = torch.tensor([0.5, 1.0, 2.0, 3.0]) if weighted else torch.ones(4)
     terms = LossTerms(weights if weighted else None, focal=gamma)
-    found = problems.named(kind, names).loss(logits, {"label": label}, terms)
+    found = problems.PROBLEMS[kind](names).loss(logits, {"label": label}, terms)
     expected = focal_loss(kind, logits, label, gamma, weights.double())
     assert found.sum.item() == pytest.approx(expected.item(), rel=1e-5)
     (mine,), (theirs,) = (torch.autograd.grad(loss, logits) for loss in (found.sum, expected))
     torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
     assert (
         found.unit
-        == problems.named(kind, names).loss(logits, {"label": label}, LossTerms(terms.weights)).unit
+        == problems.PROBLEMS[kind](names).loss(logits, {"label": label}, LossTerms(terms.weights)).unit
     )
 
 
 def test_a_sample_that_is_certain_has_a_focal_loss_without_a_slope() -> None:
     logits = torch.tensor([[80.0, -80.0]]).requires_grad_()
-    loss = problems.named("classes", ["a", "b"]).loss(
+    loss = problems.PROBLEMS["classes"](["a", "b"]).loss(
         logits, {"label": torch.tensor([0])}, LossTerms(focal=0.5)
     )
     (slope,) = torch.autograd.grad(loss.sum, logits)
