@@ -88,7 +88,9 @@ def _card(model: ModelDescription, recipe: Recipe, **values: Any) -> str:
     import yaml
     from jinja2 import Environment
 
-    base, fields = _base_model(recipe), dict[str, Any](model.hub_fields)
+    name, fields = recipe.model, dict[str, Any](model.hub_fields)
+    # A folder or a hub id; None for a model trained from scratch.
+    base = name if name and (hub.is_id(name) or Path(name).expanduser().is_dir()) else None
     licence = licence_of(base, recipe.revision) if base else None
     fields |= {"base_model": base} if base and hub.is_id(base) else {}
     fields |= {"license": licence} if licence else {}
@@ -100,12 +102,6 @@ def _card(model: ModelDescription, recipe: Recipe, **values: Any) -> str:
     values |= {"base": base and _short_name(base), "fields": yaml.safe_dump(fields) if fields else ""}
     text = template.from_string(TEMPLATE.read_text(encoding="utf-8")).render(values)
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
-
-
-def _base_model(recipe: Recipe) -> str | None:
-    """The model that training started from, a folder or a hub id; None for one trained from scratch."""
-    name = recipe.model
-    return name if name and (hub.is_id(name) or Path(name).expanduser().is_dir()) else None
 
 
 def _short_name(place: str) -> str:

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from isobatch.core.number_ranges import AboveZero
 from isobatch.models.base import Batch, Loss, ModelSize, Rows, StepContext, Sum
-from isobatch.models.causal_lm.task import CausalLMOptions
-from isobatch.models.preference.task import TIE, HasReference, added_up, token_log_probs
+from isobatch.models.preference.task import TIE, DPOOptions, HasReference, added_up, token_log_probs
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -31,11 +30,9 @@ OWN, OTHER = slice(0, 1), slice(1, 2)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KTOOptions(CausalLMOptions):
-    """The flags of KTO."""
+class KTOOptions(DPOOptions):
+    """The flags of KTO: those of DPO, and how good and bad answers count."""
 
-    beta: AboveZero = 0.1
-    """How closely the model is held to the reference: the larger, the closer."""
     desirable_weight: AboveZero = 1.0
     """Weight of the losses of good answers."""
     undesirable_weight: AboveZero = 1.0
