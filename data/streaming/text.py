@@ -56,6 +56,7 @@ class StreamedText(Text):
         refuse({f"{flag}: {here}": given for flag, given in asked.items()})
         refuse({f"--format {form}: an object in a store says by its ending what it is": form is not None})
         chat_templates.check_name(options.template)
+        chat_templates.parse_values(options.template_kwargs or ())
         self._check_vocabulary_size()
         self._tokenizer_source()
         self._detect_kind()
