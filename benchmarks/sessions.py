@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from isobatch.engine.train.figures import StepFigures
-    from isobatch.engine.train.hooks import Signal
 
 
 def prepare_workload(name: str, values: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
@@ -55,9 +54,8 @@ class Seconds(Hook):
     def __init__(self) -> None:
         self.seconds: list[float] = []
 
-    def on_figures(self, figures: StepFigures) -> set[Signal]:
+    def on_figures(self, figures: StepFigures) -> None:
         self.seconds.append(figures.output.seconds)
-        return set()
 
 
 def train(builder: Builder) -> list[float]:

@@ -102,13 +102,12 @@ class Checkpoint(Hook):
         by_count = self.every and step % self.every == 0
         return bool(by_count or step == self.closing_step or self.judge.leads(step))
 
-    def at_pause(self, state: Training, step: int, asked: set[Signal]) -> set[Signal]:
+    def at_pause(self, state: Training, step: int, asked: set[Signal]) -> None:
         if self._is_whole:
             self._is_whole = False
             self.writer.complete()
         if (asked - {"pause"} or self.due(step)) and self.saved_step != step:
             self._save(state, step)
-        return set()
 
     def _save(self, state: Training, step: int) -> None:
         strategy = state.strategy

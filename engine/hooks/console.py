@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from isobatch.core.measures import now
 from isobatch.core.terminal.status import doing, on_terminal
-from isobatch.engine.train.hooks import Hook, Signal
+from isobatch.engine.train.hooks import Hook
 
 if TYPE_CHECKING:
     from isobatch.core.terminal.console import Console
@@ -28,11 +28,10 @@ class ShowSteps(Hook):
         self._last, self._live = -1e9, on_terminal()
         doing(f"{state.schedule.name}: the first steps")
 
-    def on_figures(self, figures: StepFigures) -> set[Signal]:
+    def on_figures(self, figures: StepFigures) -> None:
         writes = now() - self._last >= SECONDS_BETWEEN_LINES or figures.step == self.steps
         if writes or self._live:
             self._last = now() if writes else self._last
             done, seconds = figures.step - self._first, self.progress.train_seconds - self._before
             seconds_left = (self.steps - figures.step) * seconds / done
             self.lines.show_step(figures.row, self.steps, seconds_left, writes)
-        return set()

@@ -22,9 +22,8 @@ class DataGuard(Hook):
     def __init__(self, run: RunFolder, prepared: PreparedFolder, say: Callable[[str], None]) -> None:
         self.run, self.prepared, self.say = run, prepared, say
 
-    def at_pause(self, state: Training, step: int, asked: set[Signal]) -> set[Signal]:  # noqa: ARG002
+    def at_pause(self, state: Training, step: int, asked: set[Signal]) -> None:  # noqa: ARG002
         self.check(state)
-        return set()
 
     def check(self, state: Training) -> None:
         """All ranks call this. Raises TrainingError where a file is not as it was prepared: what was learnt

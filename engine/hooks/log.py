@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from isobatch.core.errors import TrainingError
-from isobatch.engine.train.hooks import Hook, Signal
+from isobatch.engine.train.hooks import Hook
 
 if TYPE_CHECKING:
     from isobatch.engine.runs.metrics_log import MetricsLog
@@ -19,7 +19,7 @@ class Log(Hook):
     def __init__(self, log: MetricsLog, say: Callable[[str], None]) -> None:
         self.log, self.say = log, say
 
-    def on_figures(self, figures: StepFigures) -> set[Signal]:
+    def on_figures(self, figures: StepFigures) -> None:
         self.log.log_step(figures.row, figures.output.loaded.work.samples)
         if (change := figures.output.change) is not None:
             place = {"phase": figures.row["phase"], "step": figures.step}
@@ -28,7 +28,6 @@ class Log(Hook):
                 raise TrainingError(change.message)
             if change.message:
                 self.say(change.message)
-        return set()
 
     def on_left_out(self, phase: str, step: int) -> None:
         self.log.log_left_out(phase, step)

@@ -10,7 +10,7 @@ import torch
 
 from isobatch.engine.machine.gpu_table import find_gpu_model
 from isobatch.engine.runs.gpu_monitor import GpuMonitor
-from isobatch.engine.train.hooks import Hook, Signal
+from isobatch.engine.train.hooks import Hook
 from isobatch.models.base import CHANGES_SHAPE, ModelSize
 from isobatch.models.flops import flops_per_token
 
@@ -34,12 +34,11 @@ class Machine(Hook):
     def phase(self, state: Training) -> AbstractContextManager[Any]:  # noqa: ARG002
         return self.monitor
 
-    def on_figures(self, figures: StepFigures) -> set[Signal]:
+    def on_figures(self, figures: StepFigures) -> None:
         figures.row |= self.monitor.latest()
         if self.utilisation is not None:
             used = self.utilisation(figures.output.loaded.work, figures.output.seconds)
             figures.row["mfu"] = round(used, 4)
-        return set()
 
 
 def flop_utilisation(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from isobatch.engine.runs.peak_memory import PeakMemory, trim_heap
-from isobatch.engine.train.hooks import Hook, Signal
+from isobatch.engine.train.hooks import Hook
 
 if TYPE_CHECKING:
     from isobatch.engine.train.figures import StepFigures
@@ -30,9 +30,8 @@ class Memory(Hook):
         yield
         self.peak.observe()
 
-    def on_figures(self, figures: StepFigures) -> set[Signal]:
+    def on_figures(self, figures: StepFigures) -> None:
         if figures.step % EVERY == 1:
             self.peak.observe()
             trim_heap(self.peak.device)
         figures.row["memory_bytes"] = self.peak.bytes
-        return set()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isobatch.core.errors import TrainingError
-from isobatch.engine.train.hooks import Hook, Signal
+from isobatch.engine.train.hooks import Hook
 
 if TYPE_CHECKING:
     from isobatch.engine.train.figures import StepFigures
@@ -20,7 +20,7 @@ class NonFinite(Hook):
         """`folder`: the run's, for the message."""
         self.folder = folder
 
-    def on_figures(self, figures: StepFigures) -> set[Signal]:
+    def on_figures(self, figures: StepFigures) -> None:
         phase, step = figures.row["phase"], figures.step
         for what, value in (("loss", figures.loss), ("gradient norm", figures.norm)):
             if not math.isfinite(value):
@@ -30,4 +30,3 @@ class NonFinite(Hook):
                     f" {self.folder} --phase {phase} --step {step}` shows the samples and the first module"
                     " with a NaN"
                 )
-        return set()

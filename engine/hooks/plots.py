@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from isobatch.engine.train.hooks import Hook, Signal
+from isobatch.engine.train.hooks import Hook
 
 if TYPE_CHECKING:
     from isobatch.engine.train.figures import StepFigures
@@ -17,7 +17,6 @@ class Plots(Hook):
     def __init__(self, every: int, draw: Callable[[], None]) -> None:
         self.every, self.draw = every, draw
 
-    def on_figures(self, figures: StepFigures) -> set[Signal]:
+    def on_figures(self, figures: StepFigures) -> None:
         if figures.step % self.every == 0:
             self.draw()
-        return set()

@@ -22,14 +22,13 @@ class Remarks(Hook):
         self.replan, self.mark_first_step, self.say = replan, mark_first_step, say
         self._is_checked = False
 
-    def at_pause(self, state: Training, step: int, asked: set[Signal]) -> set[Signal]:  # noqa: ARG002
+    def at_pause(self, state: Training, step: int, asked: set[Signal]) -> None:  # noqa: ARG002
         self.mark_first_step()
         if not self._is_checked and state.layout.names is not None:
             self._is_checked = True
             self._check_foreign_noise(state)
             if problem := fused_kernels.take_failure():
                 self.say(problem)
-        return set()
 
     def _check_foreign_noise(self, state: Training) -> None:
         """Lower the plan's invariance if the model draws its own noise (a GRU may)."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import SpikeError, TrainingError
 from isobatch.engine.optimization.left_out import leave_out, refuse_where_steps_matter
-from isobatch.engine.train.hooks import Hook, Signal
+from isobatch.engine.train.hooks import Hook
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,13 +89,12 @@ class Spikes(Hook):
         self.run, self.training, self.say, self.watch = run, state, say, SpikeWatch()
         self.mode = run.recipe.on_spike
 
-    def on_figures(self, figures: StepFigures) -> set[Signal]:
+    def on_figures(self, figures: StepFigures) -> None:
         if why := self.watch.judge(figures.loss, figures.norm):
             self._answer(figures.step, why)
         self.watch.take_in(figures.loss, figures.norm)
         if figures.output.change is not None:
             self.watch = SpikeWatch()  # another model has another loss
-        return set()
 
     def _answer(self, step: int, why: str) -> None:
         """Warn of a spike, or decide to go back and leave it out: raises SpikeError then."""

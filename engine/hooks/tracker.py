@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from isobatch.engine.train.hooks import Hook, Signal
+from isobatch.engine.train.hooks import Hook
 
 if TYPE_CHECKING:
     from isobatch.engine.distributed.communicator import Communicator
@@ -20,9 +20,8 @@ class Tracker(Hook):
         self.world, self.say = world, say
         self.tracker = "" if name == "none" else name
 
-    def on_figures(self, figures: StepFigures) -> set[Signal]:
+    def on_figures(self, figures: StepFigures) -> None:
         self.send(figures.row, figures.steps)
-        return set()
 
     def send(self, row: Mapping[str, Any], steps: int, prefix: str = "") -> None:
         """Send the numbers of a row, whose place is so many steps of all phases."""

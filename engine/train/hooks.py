@@ -77,19 +77,17 @@ class Hook:
     def after_update(self, state: Training, step: int) -> None:
         """After the optimizer, on every rank: work for the device alone, such as an average of weights."""
 
-    def on_figures(self, figures: StepFigures) -> set[Signal]:  # noqa: ARG002
-        """A step's figures on the host, while the next one runs: it waits for nothing."""
-        return set()
+    def on_figures(self, figures: StepFigures) -> set[Signal] | None:
+        """A step's figures on the host, while the next one runs: it waits for nothing. None: no signal."""
 
     def on_left_out(self, phase: str, step: int) -> None:
         """In place of `on_figures` where the run leaves the step out."""
 
-    def at_pause(self, state: Training, step: int, asked: set[Signal]) -> set[Signal]:  # noqa: ARG002
+    def at_pause(self, state: Training, step: int, asked: set[Signal]) -> set[Signal] | None:
         """Between two steps, on all ranks, with all figures read: collectives are allowed.
 
         `asked`: by the hooks of the steps since the last pause and those before it in the list. Returns more.
         """
-        return set()
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds of it, as JSON."""
@@ -111,10 +109,9 @@ class Seen(Hook):
     def __init__(self) -> None:
         self.figures: list[StepFigures] = []
 
-    def on_figures(self, figures: StepFigures) -> set[Signal]:
+    def on_figures(self, figures: StepFigures) -> None:
         figures.output.loaded.batches = []  # they may be large
         self.figures.append(figures)
-        return set()
 
 
 def name_of(hook: Hook) -> str:
@@ -240,8 +237,7 @@ class Hooks:
             return set()
         asked: set[Signal] = set()
         for hook, wanted in self._ask("on_figures", state, figures.step, figures):
-            if wanted:
-                asked |= _known(hook, wanted)
+            asked |= _known(hook, wanted)
         return asked
 
     def due(self, state: Training, step: int) -> bool:

@@ -76,7 +76,7 @@ class Compare(Hook):
         self.run, self.window, self.origin, self.rows, self.redone = run, window, origin, rows, redone
         self._rates = 0.0
 
-    def on_figures(self, figures: StepFigures) -> set[Signal]:
+    def on_figures(self, figures: StepFigures) -> None:
         window, redone, place = self.window, self.redone, (self.window.phase, figures.step)
         redone.parts = list(figures.output.names)
         if (row := self.rows.get(place)) is not None:
@@ -86,7 +86,6 @@ class Compare(Hook):
             where = {"phase": window.phase, "step": figures.step, "decision": change.decision}
             redone.changes.append({**where, **change.facts})
         self._rates += figures.output.rate
-        return set()
 
     def _reached(self, step: int) -> str:
         return checkpoint.checkpoint_name(self.window.phase, step)
@@ -94,12 +93,11 @@ class Compare(Hook):
     def due(self, step: int) -> bool:
         return (self.run.checkpoints / self._reached(step) / "state.json").exists()
 
-    def at_pause(self, state: Training, step: int, asked: set[Signal]) -> set[Signal]:  # noqa: ARG002
+    def at_pause(self, state: Training, step: int, asked: set[Signal]) -> None:  # noqa: ARG002
         if self.due(step):
             saved = SavedCheckpoint(self.run.checkpoints / self._reached(step))
             bound = 2 * self._rates if self.run.recipe.optimizer in BOUNDED else None
             self.redone.weights[self._reached(step)] = compare_weights(state, saved, bound, self.origin)
-        return set()
 
 
 class Replay:
