@@ -105,12 +105,6 @@ def spelling(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def flags_of(options: type) -> dict[str, Flag]:
-    """The flags of one dataclass, in order, not to be changed. Fields marked `derived` are none."""
-    return _flags_of(options)  # mypy takes no class of its own as the argument of a cached function
-
-
-@functools.cache
 def _flags_of(options: type) -> dict[str, Flag]:
     hints, helps = typing.get_type_hints(options, include_extras=True), _field_docs(options)
     return {
@@ -118,6 +112,10 @@ def _flags_of(options: type) -> dict[str, Flag]:
         for field in dataclasses.fields(options)
         if not field.metadata.get("derived") and (name := field.name.rstrip("_"))  # no field is called `from`
     }
+
+
+flags_of: Callable[[type], dict[str, Flag]] = functools.cache(_flags_of)
+"""The flags of one dataclass, in order, not to be changed. Fields marked `derived` are none."""
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

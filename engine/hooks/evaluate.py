@@ -11,7 +11,7 @@ from isobatch.core.terminal.console import format_metrics
 from isobatch.engine.optimization.early_stopping import EarlyStopping
 from isobatch.engine.optimization.schedule import CLOSING_STEPS
 from isobatch.engine.runs.peak_memory import PeakMemory, trim_heap
-from isobatch.engine.train.evaluate import evaluate_beside, monitored
+from isobatch.engine.train.evaluate import evaluate, monitored
 from isobatch.engine.train.hooks import Hook, Signal, name_of
 from isobatch.models.capabilities import monitor_of
 
@@ -40,18 +40,15 @@ class Evaluate(Hook):
         """
         self.training, self.log, self.peak, self.say = state, log, peak, say
         self.others, self.send = others, send
-        patience = state.recipe.patience if state.schedule.early_stopping else 0
-        self.judge = EarlyStopping(monitor_of(state.task, state.facts)[1], patience, state.recipe.min_delta)
+        direction = monitor_of(state.task, state.facts)[1]
+        self.judge = EarlyStopping.of(direction, state.recipe, state.schedule)
 
     def ended(self) -> bool:
         return self.judge.should_stop
 
     def due(self, step: int) -> bool:
-        """The last step is evaluated only for early stopping: the end of the run evaluates anyway."""
         schedule = self.training.schedule
-        if "valid" not in self.training.splits:
-            return False
-        return self.judge.patience > 0 if step == schedule.steps else step % schedule.eval_every == 0
+        return "valid" in self.training.splits and schedule.evaluates_after(step, self.judge.patience)
 
     def leads(self, step: int) -> bool:
         """Whether an evaluation that may choose the best checkpoint follows, so that `verify` can redo it."""
@@ -91,12 +88,12 @@ class Evaluate(Hook):
         self, split: str, fraction: float, step: int, beside: Mapping[str, Mapping[str, Tensor]]
     ) -> dict[str, float]:
         """Evaluate a split, log and show its metrics; `step`: that of the weights. `beside`: see
-        `evaluate_beside`.
+        `evaluate`.
         """
         state = self.training
         place = {"phase": state.schedule.name, "step": step, "split": split}
         keep = partial(self.log.log_answers, place)
-        metrics = evaluate_beside(state, split, fraction, beside, keep)
+        metrics = evaluate(state, split, fraction, keep, beside)
         self.peak.observe()
         trim_heap(state.world.device)
         self.log.log_metrics({**place, **metrics})

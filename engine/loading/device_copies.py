@@ -6,7 +6,6 @@ memory does not. A copy to the host is started where the result is made and read
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,14 +38,6 @@ def array_to_device(array: np.ndarray, device: torch.device) -> Tensor:
 
     host = torch.from_numpy(np.ascontiguousarray(array))
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
-
-
-def numbers_to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(n,) numbers on the device, by way of page-locked memory."""
-    import torch
-
-    host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
-    return host.to(device, non_blocking=True)
 
 
 class HostCopy:

@@ -72,7 +72,8 @@ def detect(
     if platform.system() == "Darwin" and platform.machine() == "arm64":
         return apple_machine(ram, cpus, "detected")
     gpus = detect_gpus(env, execute, root)
-    features = cpu_features(root)
+    flags = re.search(r"^flags\s*:(.*)$", _read(root / "proc/cpuinfo"), re.MULTILINE)
+    features = set(flags[1].split()) if flags else set()
     return Hardware(
         kind="cuda" if any(gpu.supported for gpu in gpus) else "cpu",
         gpus=gpus,
@@ -179,12 +180,6 @@ def _slurm_ram(env: Mapping[str, str]) -> float | None:
     cores = positive(env.get("SLURM_CPUS_ON_NODE")) or positive(env.get("SLURM_CPUS_PER_TASK"))
     granted = positive(env.get("SLURM_MEM_PER_NODE")) or (per_core * cores if per_core and cores else None)
     return granted * MIB if granted else None
-
-
-def cpu_features(root: Path) -> set[str]:
-    """The processor's feature flags, as /proc/cpuinfo names them."""
-    match = re.search(r"^flags\s*:(.*)$", _read(root / "proc/cpuinfo"), re.MULTILINE)
-    return set(match[1].split()) if match else set()
 
 
 def _read(path: Path) -> str:

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from isobatch.core.recipe import Recipe
+    from isobatch.engine.optimization.schedule import PhaseSchedule
 
 DIGITS = 6
 """Decimal places that metrics are rounded to."""
@@ -23,6 +28,11 @@ class EarlyStopping:
     waited: int = 0
     """Evaluations since the best one."""
 
+    @classmethod
+    def of(cls, direction: str, recipe: Recipe, schedule: PhaseSchedule) -> EarlyStopping:
+        """That of a phase, before its first evaluation."""
+        return cls(direction, recipe.patience if schedule.early_stopping else 0, recipe.min_delta)
+
     def update(self, value: float, step: int) -> bool:
         """Take in an evaluation after optimizer step `step`; returns whether it is the best so far."""
         value = round(value, DIGITS)
@@ -39,3 +49,7 @@ class EarlyStopping:
     def should_stop(self) -> bool:
         """Whether patience is used up."""
         return self.patience > 0 and self.waited >= self.patience
+
+    def exported(self, last: int) -> int:
+        """The step whose weights are exported: the best one, else the last one."""
+        return self.best_step if self.patience and self.best_step else last

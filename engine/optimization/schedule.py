@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 from isobatch.core.errors import UserError
 
 if TYPE_CHECKING:
+    from isobatch.core.facts import Facts
     from isobatch.core.recipe import Recipe
-    from isobatch.models.base import Phase
+    from isobatch.models.base import Phase, Task
 
 CLOSING_STEPS = 3
 """Steps before the end, and before the best checkpoint, at which one is kept: `verify` redoes these steps."""
@@ -33,6 +34,12 @@ class PhaseSchedule:
     """Whether --patience applies to this phase."""
     left_out: frozenset[int] = frozenset()
     """Steps, from 1, that the run leaves out."""
+
+    def evaluates_after(self, step: int, patience: int) -> bool:
+        """Whether a step has an evaluation. The last one has it for early stopping alone, with `patience`:
+        the end of the run evaluates anyway.
+        """
+        return patience > 0 if step == self.steps else step % self.eval_every == 0
 
 
 def phase_schedules(
@@ -63,6 +70,11 @@ def phase_schedules(
         for p, steps in zip(phases, lengths, strict=True)
         if recipe.phase in (None, p.name)
     ]
+
+
+def schedules_of(task: Task, facts: Facts, steps_per_epoch: int) -> list[PhaseSchedule]:
+    """The phases that a task trains on this data."""
+    return phase_schedules(task.recipe, task.phases(), steps_per_epoch, task.fewest_steps(facts))
 
 
 def _steps(recipe: Recipe, index: int, phase: Phase, count: int, steps_per_epoch: int) -> int:

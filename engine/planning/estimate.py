@@ -16,7 +16,7 @@ from isobatch.core.recipe import Recipe
 from isobatch.engine.machine.ceilings import ceilings_of
 from isobatch.engine.machine.gpu_table import named_model
 from isobatch.engine.machine.hardware import Hardware
-from isobatch.engine.optimization.schedule import PhaseSchedule, phase_schedules
+from isobatch.engine.optimization.schedule import PhaseSchedule, schedules_of
 from isobatch.engine.planning.calibration import gpu_constants
 from isobatch.engine.planning.choices import compile_seconds
 from isobatch.engine.planning.cost_model import steps_per_epoch
@@ -150,9 +150,7 @@ def run_time(target: Target, plan: Plan, size: ModelSize) -> tuple[int, dict[str
     save (what its end waits for the last checkpoint; the others are written meanwhile) and export.
     """
     recipe, facts, step = target.recipe, target.facts, plan.predicted_step_seconds
-    schedules = phase_schedules(
-        recipe, target.task.phases(), steps_per_epoch(recipe, facts), target.task.fewest_steps(facts)
-    )
+    schedules = schedules_of(target.task, facts, steps_per_epoch(recipe, facts))
     steps = sum(schedule.steps for schedule in schedules)
     # Where a phase rounds, its first steps are computed twice before.
     first = FIRST_STEP + (2 * REHEARSED_STEPS if size.rounds else 0)

@@ -130,9 +130,8 @@ class MetricsLog:
 
     def log_checkpoint(self, progress: Progress, folder: Path) -> None:
         """Log the digest of a checkpoint, so that it is sealed with the rows."""
-        if digest := recorded_digest(folder):
-            where = {"phase": progress.phase, "step": progress.step}
-            self.log_metrics({**where, "checkpoint": folder.name, "digest": digest})
+        where = {"phase": progress.phase, "step": progress.step}
+        self.log_metrics({**where, "checkpoint": folder.name, "digest": recorded_digest(folder)})
 
     def log_answers(self, place: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> None:
         """Append what a model wrote to answers.jsonl; `place`: phase, step and split of the evaluation."""

@@ -31,7 +31,7 @@ from isobatch.engine.loading.sampler import make_sampler
 from isobatch.engine.model_setup.layer_blocks import checkpoint_activations
 from isobatch.engine.model_setup.packing import SamplePacking
 from isobatch.engine.model_setup.prepare_model import build_hollow, outline, prepare_model
-from isobatch.engine.optimization.schedule import PhaseSchedule, phase_schedules
+from isobatch.engine.optimization.schedule import PhaseSchedule, schedules_of
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.summary import Progress
 from isobatch.engine.train.hooks import Hooks, Seen
@@ -82,9 +82,7 @@ class Builder:
         sampler = make_sampler(recipe, splits["train"], task.cohort)
         self.schedules = [
             dataclasses.replace(schedule, left_out=left_out.get(schedule.name, frozenset()))
-            for schedule in phase_schedules(
-                recipe, task.phases(), sampler.steps_per_epoch, task.fewest_steps(facts)
-            )
+            for schedule in schedules_of(task, facts, sampler.steps_per_epoch)
         ]
         first = self.schedules[0]
         none_yet: Any = None
@@ -152,16 +150,13 @@ class Builder:
         """Build the model anew with its initial weights."""
         doing("building the model")
         state = self.state
-        build = self._build_on_rank_0 if self._rank_0_builds() else self._build
+        shards = traits_of(state.plan.strategy).shards_weights and state.world.size > 1
+        # The others get their shards from rank 0: not where the task looks at its model's values.
+        on_rank_0 = shards and not isinstance(state.task, BeginsPhase)
+        build = self._build_on_rank_0 if on_rank_0 else self._build
         state.model, noise = prepare_model(state.task, state.facts, state.plan, state.world.device, build)
         state.binding = Binding(noise, SamplePacking(state.model, noise) if state.plan.pack else None)
         self._prepared, self._model_ended = "", False
-
-    def _rank_0_builds(self) -> bool:
-        """Whether the others get their shards from rank 0: not where the task looks at its model's values."""
-        state = self.state
-        shards = traits_of(state.plan.strategy).shards_weights and state.world.size > 1
-        return shards and not isinstance(state.task, BeginsPhase)
 
     def _build_on_rank_0(self, facts: Facts) -> nn.Module:
         """The model on rank 0, and a hollow one of the same outline on the others, if it can be had."""

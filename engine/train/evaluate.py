@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,34 +40,18 @@ EVALUATION_PHASE = "evaluate"
 _EVALUATION_SEED = 0xE7A1
 
 
-def evaluate_beside(
-    state: Training,
-    split: str,
-    fraction: float,
-    beside: Mapping[str, Mapping[str, Tensor]],
-    keep: Callable[[list[dict[str, Any]]], None] = lambda _: None,
-) -> dict[str, float]:
-    """Metrics of the model's weights and, as NAME_METRIC, of those that hooks hold: `beside`, by name.
-
-    `keep` gets what the model's weights answer to prompts, if the task asks such.
-    """
-    metrics = evaluate(state, split, fraction, keep)
-    for name, weights in beside.items():
-        with state.strategy.holding(weights):
-            metrics |= {f"{name}_{metric}": v for metric, v in evaluate(state, split, fraction).items()}
-    return metrics
-
-
 def evaluate(
     state: Training,
     split: str,
     fraction: float = 1.0,
     keep: Callable[[list[dict[str, Any]]], None] = lambda _: None,
+    beside: Mapping[str, Mapping[str, Tensor]] = MappingProxyType({}),
 ) -> dict[str, float]:
     """Metrics over a `fraction` of a split (of each set, if it has several); the same on every rank.
 
     Where passes are collectives, ranks without samples compute dummies. The task's own noise is keyed by seed
-    and sample, not by the training step.
+    and sample, not by the training step. `keep` gets what the model answers to prompts that the task asks.
+    `beside`: weights that hooks hold, by name, whose metrics are NAME_METRIC.
     """
     task, model, world, seed = state.task, state.model, state.world, state.recipe.seed
     equal_counts = state.strategy is not None and state.strategy.equal_counts
@@ -97,7 +82,11 @@ def evaluate(
     metrics = task.metrics(parts, split, state.facts) if world.is_main else {}
     if answers and isinstance(task, Answers):
         metrics |= task.answer_figures(answers)
-    return world.broadcast_object(metrics)
+    metrics = world.broadcast_object(metrics)
+    for name, weights in beside.items():
+        with state.strategy.holding(weights):
+            metrics |= {f"{name}_{metric}": v for metric, v in evaluate(state, split, fraction).items()}
+    return metrics
 
 
 def _answer(state: Training, split: str) -> list[dict[str, Any]]:

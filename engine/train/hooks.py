@@ -237,7 +237,8 @@ class Hooks:
             return set()
         asked: set[Signal] = set()
         for hook, wanted in self._ask("on_figures", state, figures.step, figures):
-            asked |= _known(hook, wanted)
+            if wanted:
+                asked |= _known(hook, wanted)
         return asked
 
     def due(self, state: Training, step: int) -> bool:

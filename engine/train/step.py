@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from isobatch.core.errors import TrainingError
-from isobatch.engine.loading.device_copies import HostCopy, numbers_to_device, to_device
+from isobatch.engine.loading.device_copies import HostCopy, to_device
 from isobatch.engine.train.figures import StepOutput
 from isobatch.engine.train.first_step import agree_on_names, check_loss_form
 from isobatch.engine.train.state import StepLayout, Training
@@ -182,7 +182,8 @@ class Sums:
         for name, shape in shapes.items():
             own = self.recorded.get(name)
             flat.append(zeros(math.prod(shape)) if own is None else own.reshape(-1))
-        flat.append(numbers_to_device(votes, self.dtype, self.device))
+        host = torch.tensor(votes, dtype=self.dtype, pin_memory=self.device.type == "cuda")
+        flat.append(host.to(self.device, non_blocking=True))
         return world.all_reduce_sum(torch.cat(flat))
 
 

@@ -59,7 +59,7 @@ def finish(run: RunOnRank, builder: Builder, evaluation: Evaluate, guard: DataGu
     """Measure, export and summarize the best weights, while the last phase is open. All ranks call this."""
     state, judge, world = builder.state, evaluation.judge, run.world
     phase, step = state.progress.phase, state.progress.step
-    exported = judge.best_step if judge.patience and judge.best_step else step
+    exported = judge.exported(step)
     name = checkpoint.checkpoint_name(phase, exported)
     saved = checkpoint.open_on_all(run.folder.checkpoints / name, world)
     if exported != step:

@@ -61,12 +61,6 @@ class PhaseRecord:
         """Whether training of the phase has ended, by its length or by early stopping."""
         return self.step == self.schedule.steps or self.judge.should_stop
 
-    def evaluation_is_due(self, step: int) -> bool:
-        """Whether training evaluates after this step; as the phase loop decides it."""
-        if step == self.schedule.steps:
-            return self.judge.patience > 0
-        return step % self.schedule.eval_every == 0
-
 
 class LogRecord:
     """What one pass over the log found. Every row is checked against what follows from recipe and data."""
@@ -76,10 +70,7 @@ class LogRecord:
         self.recipe, self.sampler = run.recipe, order.sampler
         self.metric, direction = monitor_of(order.task, run.facts)
         self.held_out = [split for split in HELD_OUT_SPLITS if split in run.facts.samples]
-        judges = (
-            EarlyStopping(direction, run.recipe.patience if s.early_stopping else 0, run.recipe.min_delta)
-            for s in order.schedules
-        )
+        judges = (EarlyStopping.of(direction, run.recipe, schedule) for schedule in order.schedules)
         self.phases = list(map(PhaseRecord, order.schedules, judges))
         self.splits: dict[str, dict[str, Any]] = {}
         """Split -> the row of its last evaluation."""
@@ -135,9 +126,8 @@ class LogRecord:
 
     @property
     def exported_step(self) -> int:
-        """The step of the last phase whose weights are exported: the best one, else the last one."""
-        last = self.phases[-1]
-        return last.judge.best_step if last.judge.patience and last.judge.best_step else last.step
+        """The step of the last phase whose weights are exported."""
+        return self.phases[-1].judge.exported(self.phases[-1].step)
 
     def phase(self, name: str) -> PhaseRecord | None:
         return next((p for p in self.phases if p.schedule.name == name), None)
@@ -170,8 +160,9 @@ class LogRecord:
         """Check that the current phase has the evaluations that are due after these steps."""
         name, phase = self._now.schedule.name, self._now
         for step in range(max(1, first), last + 1) if VALID in self.held_out else ():
-            is_there = not phase.evaluation_is_due(step) or step in phase.judged_at
-            check(is_there, f"metrics.jsonl lacks the evaluation after phase {name}, step {step}")
+            is_due = phase.schedule.evaluates_after(step, phase.judge.patience)
+            lacks = f"metrics.jsonl lacks the evaluation after phase {name}, step {step}"
+            check(not is_due or step in phase.judged_at, lacks)
 
     def _enter(self, row: dict[str, Any], where: str) -> None:
         """The phase and the place of a step's row."""
@@ -243,8 +234,8 @@ class LogRecord:
         is_there = self._number >= 0 and row["phase"] == self._now.schedule.name
         check(is_there, f"{where}: training was not there")
         phase, judge = self._now, self._now.judge
-        is_due = phase.evaluation_is_due(step) and step not in phase.judged_at and step >= phase.step
-        if split != VALID or not is_due:
+        is_new = step not in phase.judged_at and step >= phase.step
+        if split != VALID or not is_new or not phase.schedule.evaluates_after(step, judge.patience):
             self._check_ending(row, where)
             return
         check(step <= phase.schedule.steps, f"{where}: the phase ends before")

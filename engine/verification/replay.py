@@ -19,10 +19,11 @@ from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
 from isobatch.engine.checkpointing.portable_state import WEIGHT, TensorPiece
 from isobatch.engine.distributed.communicator import Communicator
 from isobatch.engine.hooks.checkpoint import installed_versions
+from isobatch.engine.optimization.early_stopping import EarlyStopping
 from isobatch.engine.optimization.left_out import left_out_steps
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 from isobatch.engine.train.build import Builder
-from isobatch.engine.train.evaluate import evaluate, evaluate_beside, host_batches
+from isobatch.engine.train.evaluate import evaluate, host_batches
 from isobatch.engine.train.figures import LossAndNorm, StepFigures, StepRow, step_rows
 from isobatch.engine.train.hooks import Hook, Hooks, Seen, Signal
 from isobatch.engine.train.loop import run_phase
@@ -132,11 +133,9 @@ class Replay:
         if not found:
             return None
         state = SavedCheckpoint(found[-1]).state
-        judge = state["hooks"]["evaluate"]
-        best = judge["best_step"]
-        if not judge["patience"] or not best:
-            return found[-1]
-        return self.run.checkpoints / checkpoint.checkpoint_name(state["progress"]["phase"], best)
+        progress, judge = state["progress"], EarlyStopping(**state["hooks"]["evaluate"])
+        name = checkpoint.checkpoint_name(progress["phase"], judge.exported(progress["step"]))
+        return self.run.checkpoints / name
 
     def _schedule(self, saved: SavedCheckpoint) -> PhaseSchedule:
         return self.builder.schedule_of(saved.state["progress"]["phase"])
@@ -209,7 +208,7 @@ class Replay:
         with builder.phase(self._schedule(saved), saved):
             beside = {name: state.strategy.read_held(saved, name) for name in saved.hooks_with_weights()}
             for split in (s for s in HELD_OUT_SPLITS if s in state.splits):
-                redone.metrics[split] = evaluate_beside(state, split, 1.0, beside)
+                redone.metrics[split] = evaluate(state, split, beside=beside)
             judge = saved.state["hooks"]["evaluate"]
             if judge["patience"] and judge["best_step"] == step:
                 found = evaluate(state, "valid", self.run.recipe.eval_fraction)

@@ -15,7 +15,7 @@ from isobatch.core.errors import UserError
 from isobatch.data.base import Data, Source
 from isobatch.engine.loading.sampler import Sampler, make_sampler
 from isobatch.engine.optimization.left_out import left_out_steps
-from isobatch.engine.optimization.schedule import PhaseSchedule, phase_schedules
+from isobatch.engine.optimization.schedule import PhaseSchedule, schedules_of
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.metrics_log import SEAL
 from isobatch.engine.train.figures import is_step
@@ -44,7 +44,7 @@ class RunOrder:
         task, data = workload_of(recipe).make(recipe)
         source = data.open(Path(facts.folder), "train")
         sampler = make_sampler(recipe, source, task.cohort)
-        schedules = phase_schedules(recipe, task.phases(), sampler.steps_per_epoch, task.fewest_steps(facts))
+        schedules = schedules_of(task, facts, sampler.steps_per_epoch)
         return cls(task, data, source, sampler, schedules)
 
     def place(self, phase: str, step: int) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from isobatch.core.flags import value_text
 from isobatch.core.measures import aligned, format_duration
 from isobatch.core.recipe import Recipe
 from isobatch.core.terminal.console import print_answer, print_lines
-from isobatch.engine.optimization.schedule import phase_schedules
+from isobatch.engine.optimization.schedule import schedules_of
 from isobatch.engine.planning.cost_model import steps_per_epoch
 from isobatch.engine.registry import TASKS, workload_of
 from isobatch.engine.runs.log_reader import newest_rows
@@ -98,9 +98,7 @@ def _phase_lengths(run: RunFolder) -> dict[str, int]:
     recipe = run.recipe
     with contextlib.suppress(UserError):
         task, _ = workload_of(recipe).make(recipe)
-        schedules = phase_schedules(
-            recipe, task.phases(), steps_per_epoch(recipe, run.facts), task.fewest_steps(run.facts)
-        )
+        schedules = schedules_of(task, run.facts, steps_per_epoch(recipe, run.facts))
         return {schedule.name: schedule.steps for schedule in schedules}
     return {}
 

@@ -13,7 +13,7 @@ import torch
 
 from isobatch.core.errors import UserError
 from isobatch.data.base import ArraySource, Ragged
-from isobatch.engine.loading.device_copies import HostCopy, array_to_device, numbers_to_device
+from isobatch.engine.loading.device_copies import HostCopy, array_to_device
 from isobatch.engine.loading.loader import BatchLoader, LoadedStep
 from isobatch.engine.loading.sampler import Sampler
 from isobatch.tests.unit.helpers import plan
@@ -161,4 +161,3 @@ def test_on_a_cpu_nothing_is_copied() -> None:
     assert HostCopy(values).read() == [1.0, 2.0]
     assert HostCopy(torch.tensor(3.0)).read() == [3.0]
     assert array_to_device(np.arange(3), torch.device("cpu")).tolist() == [0, 1, 2]
-    assert numbers_to_device([1.0], torch.float64, torch.device("cpu")).dtype == torch.float64
