@@ -58,7 +58,8 @@ class CheckpointWriter:
     def start(self, folder: Path, state: PortableState, facts: Mapping[str, Any]) -> None:
         """Start to copy this rank's pieces to host memory, then to write them; `facts` go into state.json."""
         self.wait()
-        pieces = _in_order(state.pieces)
+        # The widest element types first, as safetensors does, so that all tensors are aligned.
+        pieces = sorted(state.pieces, key=lambda p: (-p.values.element_size(), p.name, p.start))
         layout = self._layout_of(state, pieces)
         self.folder, self._problem = folder, ""
         part = layout.parts[self.world.rank]
@@ -136,8 +137,3 @@ class CheckpointWriter:
             replace(temporary_of(folder), folder)
             save = hashlib.sha256("".join(str(sums["sha256"]) for _, sums in ended).encode())
             self.on_complete(folder, save.hexdigest()[:12])
-
-
-def _in_order(pieces: list[TensorPiece]) -> list[TensorPiece]:
-    """The widest element types first, as safetensors does, so that all tensors are aligned."""
-    return sorted(pieces, key=lambda p: (-p.values.element_size(), p.name, p.start))

@@ -109,12 +109,11 @@ class Watch(Seen):
     def around(self, state: Training, step: int) -> AbstractContextManager[None]:  # noqa: ARG002
         return self.recorder.hooked(state.model)
 
-    def on_gradients(self, state: Training, step: int) -> dict[str, Any]:  # noqa: ARG002
+    def on_gradients(self, state: Training, step: int) -> None:  # noqa: ARG002
         for name, parameter in state.model.named_parameters():
             if (found := parameter.grad) is not None:
                 values = found.coalesce().values() if found.is_sparse else found
                 self.gradients[name] = float(torch.linalg.vector_norm(values.detach().float()))
-        return {}
 
 
 def losses_alone(state: Training, step: int) -> list[tuple[np.ndarray, dict[str, float]]]:

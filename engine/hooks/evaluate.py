@@ -72,13 +72,15 @@ class Evaluate(Hook):
         (name, _), judge = monitor_of(state.task, state.facts), self.judge
         beside = {name_of(hook): hook.tensors() for hook in self.others if hook.weights}
         metrics = self.measure("valid", state.recipe.eval_fraction, step, beside)
-        wanted: set[Signal] = set()
+        wanted, place = set[Signal](), {"phase": state.schedule.name, "step": step}
         if judge.update(monitored(metrics, name), step) and judge.patience:
-            self._log_decision("best checkpoint", metric=name, value=judge.best)
+            best = {"decision": "best checkpoint", "metric": name, "value": judge.best}
+            self.log.log_decision({**place, **best})
             wanted.add("save")
         if judge.should_stop:
             why = f"{name} has not improved for {judge.waited} evaluations"
-            self._log_decision("early stop", reason=why, best_step=judge.best_step)
+            stop = {"decision": "early stop", "reason": why, "best_step": judge.best_step}
+            self.log.log_decision({**place, **stop})
             if step < state.schedule.steps:
                 self.say(f"stopped early at step {step}: {why}")
             wanted |= {"save", "end_phase"}
@@ -105,11 +107,6 @@ class Evaluate(Hook):
         when = f"after step {step}" if step else "before training"
         self.say(f"{split} {when}{part}: {format_metrics(shown, '.4f')}")
         return metrics
-
-    def _log_decision(self, decision: str, **facts: Any) -> None:
-        progress = self.training.progress
-        row = {"phase": progress.phase, "step": progress.step, "decision": decision}
-        self.log.log_decision({**row, **facts})
 
     def state(self) -> dict[str, Any]:
         return dataclasses.asdict(self.judge)

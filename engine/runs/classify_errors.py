@@ -32,18 +32,14 @@ def classify(error: BaseException) -> errors.IsobatchError | None:
         return errors.UserError(
             f"{str(error.filename)[:80]}...: is too long for a file's name: take a shorter one"
         )
-    text = str(error).lower()
-    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _any(_MEMORY, text)):
+    text = str(error).lower() if isinstance(error, RuntimeError) else ""
+    if isinstance(error, MemoryError) or any(phrase in text for phrase in _MEMORY):
         return errors.OutOfMemoryError(f"out of memory: {errors.first_line(error)[:200]}")
-    if isinstance(error, RuntimeError) and _any(_CONNECTION, text):
+    if any(phrase in text for phrase in _CONNECTION):
         return errors.WorkerLostError(
             f"the connection to another process broke: {errors.first_line(error)[:200]}"
         )
     return user_code_error(error)
-
-
-def _any(phrases: tuple[str, ...], text: str) -> bool:
-    return any(phrase in text for phrase in phrases)
 
 
 def user_code_error(error: BaseException) -> errors.UserCodeError | None:

@@ -123,8 +123,9 @@ class MetricsLog:
             return {}
         seal = self._hash.hexdigest()[:32]
         atomic_files.append_row(self.run.metrics, {"phase": phase, "step": step, SEAL: seal})
-        for path in (self.run.metrics, self.run.samples):  # else a checkpoint might outlive its rows
-            _sync(path)
+        for path in filter(Path.exists, (self.run.metrics, self.run.samples)):
+            with path.open("rb") as stream:  # else a checkpoint might outlive its rows
+                os.fsync(stream.fileno())
         self._hash = hashlib.sha256(seal.encode())
         return {SEAL: seal, "metrics": _size(self.run.metrics), "ledger": _size(self.run.samples)}
 
@@ -173,9 +174,3 @@ def _size(path: Path) -> int:
 def _cut(path: Path, size: int) -> None:
     if _size(path) > size:
         os.truncate(path, size)
-
-
-def _sync(path: Path) -> None:
-    if path.exists():
-        with path.open("rb") as stream:
-            os.fsync(stream.fileno())

@@ -62,7 +62,7 @@ class FullyShardStrategy(Strategy):
 
     def step_optimizer(self, rate: float, observe: Callable[[], None] | None = None) -> Tensor:
         """The norm is of the whole gradient, whose rows lie on all ranks."""
-        gradients = self._gradients()
+        gradients = [_rows(p.grad) for _, p in self.trained() if p.grad is not None]  # this rank's
         local = gradient_norm(gradients, self.world.device)
         norm = self.world.all_reduce_sum(local.square()).sqrt()
         set_rate(self.optimizer, rate)
@@ -86,10 +86,6 @@ class FullyShardStrategy(Strategy):
         for module in self.unwrapped.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-
-    def _gradients(self) -> list[Tensor]:
-        """This rank's rows of the gradients that there are."""
-        return [_rows(p.grad) for _, p in self.trained() if p.grad is not None]
 
     def own_state(self) -> portable_state.PortableState:
         """Every rank's own rows of weights and moments; buffers come from rank 0."""

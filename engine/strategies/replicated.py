@@ -91,8 +91,11 @@ class ReplicatedStrategy(Strategy):
         scaled = loss * (self.scale * (self.world.size if self.overlapped else 1))
         with self.world.waiting_for("DDP's reduction") if self._reduces else contextlib.nullcontext():
             scaled.backward()
-        if self._graphs:
-            self._copy_gradients()
+        if self._graphs:  # the next replay of a CUDA graph overwrites the memory of new gradients
+            for p in self.dense:
+                if p.grad is not None and id(p) not in self._copied:
+                    self._copied.add(id(p))
+                    p.grad = p.grad.clone()
 
     def step_optimizer(self, rate: float, observe: Callable[[], None] | None = None) -> Tensor | None:
         norm = self.reduce()
@@ -109,13 +112,6 @@ class ReplicatedStrategy(Strategy):
         self.optimizer.zero_grad(set_to_none=True)
         self._copied.clear()
         return norm
-
-    def _copy_gradients(self) -> None:
-        """Copy new gradients out of the memory that the next replay of a CUDA graph overwrites."""
-        for p in self.dense:
-            if p.grad is not None and id(p) not in self._copied:
-                self._copied.add(id(p))
-                p.grad = p.grad.clone()
 
     def reduce(self) -> Tensor:
         """Sum the gradients over ranks and divide them by the loss scale; returns their norm (0-d)."""

@@ -67,12 +67,11 @@ class Hook:
         """Context of a step's computation."""
         return contextlib.nullcontext()
 
-    def on_gradients(self, state: Training, step: int) -> Mapping[str, Any]:  # noqa: ARG002
+    def on_gradients(self, state: Training, step: int) -> Mapping[str, Any] | None:
         """Gradients are whole and not clipped yet. Returns figures for the step's row, as JSON.
 
         Refused before the first step under strategies that shard gradients.
         """
-        return {}
 
     def after_update(self, state: Training, step: int) -> None:
         """After the optimizer, on every rank: work for the device alone, such as an average of weights."""

@@ -27,9 +27,8 @@ def newest_checkpoint(run: RunFolder, builder: Builder, say: Callable[[str], Non
     none of those that the run has saved can be read: never a start from step 1 that nobody asked for.
     """
     state, world = builder.state, builder.state.world
-    phases = [schedule.name for schedule in builder.schedules]
     left_out = {schedule.name: schedule.left_out for schedule in builder.schedules}
-    names = [p.name for p in checkpoint.list_checkpoints(run.checkpoints, phases)]
+    names = [p.name for p in checkpoint.list_checkpoints(run.checkpoints, builder.phases)]
     lost = "" if names or not world.is_main else _saved_before(run)
     names, lost = world.broadcast_object((names, lost))
     damaged: list[Path] = []
