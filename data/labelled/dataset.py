@@ -222,6 +222,8 @@ class Labelled(TokenizedData):
             corpora.check_valid(self.options.valid, splits, self.recipe.data)
         known = {"problem": self.options.problem} if self.known is None else self.known.extra
         kind, notes = find_kind(known.get("problem", "classes"), columns, splits["train"])
+        if self.known is None:
+            kind.compare(splits["train"])
         share = corpora.share_of(self.options.valid) or HELD_OUT_SHARE
         if "valid" not in splits:
             whole, read = splits["train"].named(kind), rows["train"]

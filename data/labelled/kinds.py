@@ -50,6 +50,9 @@ class LabelKind(ABC):
     def names_in(self, label: Label, where: str) -> tuple[str, ...] | None:
         """The names in a label; None where there is none. Raises UserError for what is none of this kind."""
 
+    def compare(self, train: SplitLabels) -> None:  # noqa: B027  for those that need it
+        """Raise UserError where training labels do not go together."""
+
     def values(self, split: SplitLabels, names: Sequence[str]) -> np.ndarray:
         """The column `label` of a split's rows; of tags the encoder of words makes it."""
         of = [[name in (found or ()) for name in names] for found in split.names]
@@ -107,7 +110,8 @@ class ClassLabels(LabelKind):
 
     def names_in(self, label: Label, where: str) -> tuple[str, ...] | None:
         if isinstance(label, tuple) or re.fullmatch(r"(?s)\[.*\]|\d+(,\s*\d+)+", label or ""):
-            self.refuse(where, label, "several values: a text has one class (sets: --problem multi-label)")
+            why = "a text has one class (sets: --problem multi-label; decimals have a point)"
+            self.refuse(where, label, f"several values: {why}")
         if DECIMAL.fullmatch(label or ""):
             self.refuse(where, label, "a decimal number: a class is a word (scores: --problem regression)")
         return None if label is None else (label,)
@@ -143,13 +147,22 @@ class LabelSets(LabelKind):
             return None
         written = label
         if isinstance(label, str):
-            parts = label.split(self.form) if len(self.form) == 1 else [label]
-            label = tuple(map(str.strip, parts))
+            label = parts_of(label, self.form) if len(self.form) == 1 else (label.strip(),)
         elif self.form == VECTOR:
             label = tuple(str(n) for n, flag in enumerate(label or ()) if flag == "1")
         if "" in (label or ()):
             self.refuse(where, written, "with an empty label among others")
+        if any(map(DECIMAL.fullmatch, label or ())):
+            self.refuse(where, written, "a decimal number: a label is a word (scores: --problem regression)")
         return tuple(dict.fromkeys(label or ()))
+
+    def compare(self, train: SplitLabels) -> None:
+        """Lists of 0 and 1 are as long as the first that holds any."""
+        lists = [(len(cell), cell) for cell in train.cells() if self.form == VECTOR and cell]
+        for width, cell in lists:
+            if width != lists[0][0]:
+                where, why = train.first[train.labels.index(cell)], f"{width} numbers, others {lists[0][0]}"
+                self.refuse(where, cell, f"{why}: give a 0 or a 1 for each label")
 
     def balanced(self, counts: np.ndarray, rows: int) -> np.ndarray:
         """(C,) texts without a label over those with it: BCEWithLogitsLoss's pos_weight."""
@@ -164,11 +177,16 @@ class Scores(LabelKind):
 
     name, nothing = "regression", "holds no number"
 
+    def compare(self, train: SplitLabels) -> None:
+        """There are several of them."""
+        if len(cells := train.cells()) == 1:
+            self.refuse(train.first[0], *cells, "as every training row: --label-column takes another")
+
     def names_in(self, label: Label, where: str) -> tuple[str, ...] | None:
         if label is None:
             return None
         if not is_number(label) or not abs(float(str(label))) <= LARGEST:
-            self.refuse(where, label, "no finite number (with a point before decimals): leave the row out")
+            self.refuse(where, label, "no finite number with a point: leave the row out, or choose --problem")
         return ()
 
     def names(self, found: Sequence[str], data: str) -> list[str]:  # noqa: ARG002  there are none
@@ -213,6 +231,12 @@ class WordTags(LabelKind):
 
 
 KINDS = {kind.name: kind for kind in (ClassLabels, LabelSets, Scores, WordTags)}
+
+
+def parts_of(text: str, mark: str) -> tuple[str, ...]:
+    """The labels of a cell with a mark between them, perhaps behind the last one too."""
+    inside = text.strip().removesuffix(mark).strip()
+    return tuple(map(str.strip, inside.split(mark))) if inside else ()
 
 
 def as_bio(tags: Iterable[str]) -> tuple[str, ...]:
@@ -272,16 +296,17 @@ def form_of_sets(cells: Mapping[Label, int], asked: bool) -> str:
     also stand first, unlike those of a path (`sport|tennis`), and are fewer than the cells that they form.
     """
     if lists := [cell for cell in cells if isinstance(cell, tuple)]:
-        flags = {len(cell) for cell in lists}, {flag for cell in lists for flag in cell}
-        repeats = len(flags[0]) == 1 and any(len({*cell}) < len(cell) for cell in lists)
-        return VECTOR if repeats and flags[1] <= {"0", "1"} else LIST
+        repeats = any(len({*cell}) < len(cell) for cell in lists)
+        return VECTOR if repeats and {flag for cell in lists for flag in cell} <= {"0", "1"} else LIST
     texts = [cell for cell in cells if isinstance(cell, str)]
     commas = {text.count(",") for text in texts}
     if all(map(SETS_OF_NUMBERS.fullmatch, texts)) and commas - {0} and (asked or commas != {1}):
         return ","
     for mark in (*MARKS, *([","] * asked)):
-        parts = [[part.strip() for part in text.split(mark)] for text in texts]
-        firsts, later = {part[0] for part in parts}, {name for part in parts for name in part[1:]}
+        parts = [parts_of(text, mark) for text in texts]
+        firsts, later = (
+            {name for part in parts for name in part[some]} for some in (slice(1), slice(1, None))
+        )
         often = len(firsts | later) < len(parts) and 2 * len(later & firsts) >= len(later)
         if later and (asked or (often and "" not in firsts | later)):
             return mark

@@ -40,6 +40,8 @@ WORD_COLUMNS, TAG_COLUMNS = ("words", "tokens"), ("tags", "ner_tags", "labels", 
 """Usual names of the columns of lists, where those of texts and labels are not both there."""
 FLAGS = {"0": False, "false": False, "1": True, "true": True}
 """What a column that says of one label whether a text has it may hold."""
+PARTED_BY_BLANKS = re.compile(r"""('(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[^\s,'"\[\]()]+)(\s+(?=[^\s,\])]))?""")
+"""A value of a written list, and the blanks that numpy has behind it in place of a comma."""
 Label = str | tuple[str, ...] | None
 """A label as read: the text of a cell, a tuple of a list, None where there is none."""
 
@@ -106,10 +108,17 @@ def read_examples(rows: LocatedRows, columns: ColumnNames) -> Iterator[Example]:
     """
     first = None
     for where, row in rows:
-        listed = isinstance(row.get(columns.text), list)
-        text = (_words if listed else _text_field)(row, columns.text, where, "--text-column")
+        label, words = _label_of(row, where, columns), row.get(columns.text)
+        if isinstance(label, tuple) and isinstance(words, str):  # a table's cells of words and of their tags
+            words = words if columns.flags else _written_list(words)
+        listed = isinstance(words, list)
+        text = (
+            _words(words, columns, where)
+            if listed
+            else _text_field(row, columns.text, where, "--text-column")
+        )
         pair = None if columns.pair is None else _text_field(row, columns.pair, where, "--pair-column")
-        label, first = _label_of(row, where, columns), listed if first is None else first
+        first = listed if first is None else first
         if listed != first or (listed and (pair or columns.flags or isinstance(label, str))):
             both = f"{columns.text} and {columns.label}"
             raise UserError(f"{where}: {both} are lists of words and their tags, in all rows or in none")
@@ -118,10 +127,10 @@ def read_examples(rows: LocatedRows, columns: ColumnNames) -> Iterator[Example]:
         yield Example(where, text, pair, label)
 
 
-def _words(row: Mapping[str, Any], column: str, where: str, flag: str) -> tuple[str, ...]:
-    words = row[column]
+def _words(words: Sequence[Any], columns: ColumnNames, where: str) -> tuple[str, ...]:
     if not words or not all(isinstance(word, str) for word in words):
-        raise UserError(f"{where}: {column} is no list of words: leave the row out, or choose another {flag}")
+        why = "is no list of words: leave the row out, or choose another --text-column"
+        raise UserError(f"{where}: {columns.text} {why}")
     return tuple(words)
 
 
@@ -166,14 +175,15 @@ def _label_of(row: Mapping[str, Any], where: str, columns: ColumnNames) -> Label
 
 
 def _written_list(text: str) -> Any:
-    """The list that a cell of a table writes as Python or JSON do, if it is one; else the text."""
-    if text.strip()[:1] != "[" or re.search(r"""['"]\s+['"]""", text):  # numpy's, in which two would be one
+    """The list that a cell of a table writes as Python, JSON or numpy do, if it is one; else the text."""
+    cell = text.strip()
+    if cell[:1] + cell[-1:] not in ("[]", "()"):
         return text
     try:
-        found = ast.literal_eval(text.strip())
+        found = ast.literal_eval(PARTED_BY_BLANKS.sub(lambda at: at[1] + ("," if at[2] else ""), cell))
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return text
-    return found if isinstance(found, list) else text
+    return [*found] if isinstance(found, list | tuple) else text
 
 
 def demo_files() -> dict[str, list[Path]]:

@@ -132,6 +132,8 @@ def _possible(quantize: tuple[str, ...], flags: Mapping[str, str]) -> tuple[str,
     try:
         int8.check_calibration(int8.STATIC, prepared_facts(request, request.workload.make(request.recipe)[1]))
     except UserError as error:
+        if quantize == ("static",):
+            raise
         print_lines(f"compress: goes on without static: {error}")
         return tuple(kind for kind in quantize if kind != "static")
     return quantize

@@ -102,6 +102,8 @@ class Pruning(DistilledClassifier):
         return [*phases, Phase(name="recover", share=recover)] if recover else phases
 
     def check(self) -> None:
+        if (config := self._initial_config()) is not None:
+            encoders.sizes_from_config(config, self._model_name)
         super().check()
         options, every = self.options, self.options.prune_every
         no_share = isinstance(every, Interval) and (every.unit != "percent" or not every.value)
@@ -112,7 +114,7 @@ class Pruning(DistilledClassifier):
                 " run": options.ramp + options.recover > 1 + 1e-9,
             }
         )
-        if (config := self._initial_config()) is None:
+        if config is None:
             return
         budget = self._budget(config)
         neurons, most = budget.sizes.neurons, budget.max_sparsity

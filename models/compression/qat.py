@@ -77,12 +77,12 @@ class QAT(DistilledClassifier):
         return [Phase(name="train", early_stopping=False), Phase(name="qat", share=0.5, rounds=True)]
 
     def check(self) -> None:
+        if (config := self._initial_config()) is not None:
+            encoders.sizes_from_config(config, self._model_name)
         super().check()
         # Said before it trains: its last act is to write such a file.
         for library in ("onnx", "onnxruntime", "onnxscript"):
             need(library, f"--task {self.recipe.task}")
-        if (config := self._initial_config()) is not None:
-            encoders.sizes_from_config(config, self._model_name)
 
     def model_size(self, facts: Facts) -> ModelSize:
         """A run of two phases has two shapes, so its model cannot be sharded. A teacher stays in memory."""

@@ -78,6 +78,15 @@ WAYS: dict[str, tuple[list[str], Callable[[list[str]], dict[str, Any]], dict[str
     "a, b": (TABLES, lambda s: {"label": ", ".join(s)}, {"problem": "multi-label"}),
     "a|b, asked": (TABLES, lambda s: {"label": "|".join(s)}, {"problem": "multi-label"}),
     "a list as text": (TABLES, lambda s: {"label": str(s)}, {}),
+    "a tuple as text": (TABLES, lambda s: {"label": str((*s,))}, {}),
+    "numpy's text": (TABLES, lambda s: {"label": str(np.array(s, str))}, {}),
+    "numpy's numbers": (TABLES, lambda s: {"label": str(np.array([*map(EMOTIONS.index, s)], int))}, {}),
+    "numpy's flags": (
+        TABLES,
+        lambda s: {"label": str(np.array([name in s for name in EMOTIONS], float))},
+        {},
+    ),
+    "a bar behind each": (TABLES, lambda s: {"label": "".join(f"{name}|" for name in s)}, {}),
     "lists": (LISTS, lambda s: {"labels": s}, {}),
     "vectors": (LISTS, lambda s: {"labels": [float(name in s) for name in EMOTIONS]}, {}),
     "numbers": (TABLES, lambda s: {"label": ",".join(str(EMOTIONS.index(name)) for name in s)}, {}),
@@ -223,6 +232,7 @@ WAYS_TO_TAG: dict[str, tuple[str, dict[str, Any]]] = {
     "blank lines with tabs": ("conll", {"head": "\t\n\n \n"}),
     "jsonl": ("jsonl", {}),
     "jsonl, other names": ("jsonl", {"names": ("words", "tags")}),
+    "csv of lists as text": ("csv", {"names": ("words", "tags")}),
     "json": ("json", {"names": ("tokens", "labels")}),
     "parquet": ("parquet", {}),
 }
@@ -367,7 +377,7 @@ BAD_CELLS: list[tuple[str, dict[str, Any], str]] = [
     ("a,1\nb,0\nc,0.5\nd,1\n", {}, r"a.csv line 4: column label holds 0.5, beside whole numbers"),
     ("a,1\n" * 30 + "b,2\nc,2.5\n", {}, r"line 33: column label holds 2.5, beside whole"),
     ('a,"4,5"\nb,"3,0"\n', {}, r"line 2: column label holds 4,5, several values"),
-    ("a,x|\nb,y|z\n", {"problem": "multi-label"}, r"line 2: column label holds x\|, with an empty"),
+    ("a,x||y\nb,y|z\n", {"problem": "multi-label"}, r"line 2: column label holds x\|\|y, with an empty"),
     ("a,1.5\nb,NaN\n", {}, r"line 3: label holds no number in the"),
     ("a,1.5\nb,inf\n", {}, r"line 3: column label holds inf, no finite number"),
     ("a,1.5\nb,1e39\n", {}, r"line 3: column label holds 1e39, no finite number"),
@@ -375,7 +385,9 @@ BAD_CELLS: list[tuple[str, dict[str, Any], str]] = [
     ("a,1.5\nb,good\n", {}, r"line 2: column label holds 1.5, a decimal number"),
     ("a,1.5\nb,2.5\n", WEIGHED, "--class-weights: there"),
     ("a,x\nb,y\n", {"problem": "tokens"}, r"--problem tokens: the data has texts in text"),
-    ("a,\"['x' 'y']\"\nb,z\n", {}, r"line 2: column label holds \['x' 'y'\], several values"),
+    ("a,0.5\nb,1.5\n", {"problem": "multi-label"}, r"line 2: column label holds 0.5, a decimal number"),
+    ("a,0.5\nb,0.5\n", {}, r"line 2: column label holds 0.5, as every training row"),
+    ('a,"[1, 0, 1]"\nb,"[1, 0]"\n', {}, r"line 3: column label holds 1, 0, 2 numbers, others 3"),
 ]
 """Texts and labels of a table, options, what is said."""
 BAD_FLAGS = [
