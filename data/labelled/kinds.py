@@ -179,8 +179,9 @@ class Scores(LabelKind):
 
     def compare(self, train: SplitLabels) -> None:
         """There are several of them."""
-        if len(cells := train.cells()) == 1:
-            self.refuse(train.first[0], *cells, "as every training row: --label-column takes another")
+        if len(train.cells()) == 1:
+            why = "as every training row: --label-column takes another"
+            self.refuse(train.first[0], train.labels[0], why)
 
     def names_in(self, label: Label, where: str) -> tuple[str, ...] | None:
         if label is None:

@@ -108,7 +108,8 @@ def read_examples(rows: LocatedRows, columns: ColumnNames) -> Iterator[Example]:
     """
     first = None
     for where, row in rows:
-        label, words = _label_of(row, where, columns), row.get(columns.text)
+        label = _label_of(row, where, columns)
+        words: Any = row.get(columns.text)
         if isinstance(label, tuple) and isinstance(words, str):  # a table's cells of words and of their tags
             words = words if columns.flags else _written_list(words)
         listed = isinstance(words, list)
