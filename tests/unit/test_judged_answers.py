@@ -54,7 +54,7 @@ def make(folder: Path | str = "") -> JudgedAnswers:
 def test_a_judged_answer_is_found_in_any_form(name: str) -> None:
     row, wanted = ROWS[name]
     found, _ = make().read_row(row, "row")
-    assert [(one.prompt, *one.answers, one.value) for one in found] == wanted
+    assert [(one.prompt, *one.answers, one.is_good) for one in found] == wanted
 
 
 @pytest.mark.parametrize("label", ["perhaps", 0.5, 2, [True]])
