@@ -59,7 +59,7 @@ ALIASES = {
     "audit": "receipt check",
     "receipt": "receipt make",
     "tasks": "describe",
-    **{name: f"submit --to {name}" for name in ("slurm", "k8s", "ray")},
+    **{name.split()[-1]: name for name in COMMANDS if name.startswith("submit") and "local" not in name},
     **{name: f"runs {name}" for name in ("logs", "cancel", "rm", "compare")},
     **{name: f"vae {name}" for name in ("reconstruct", "interpolate", "sample")},
 }

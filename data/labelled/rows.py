@@ -110,8 +110,9 @@ def read_examples(rows: LocatedRows, columns: ColumnNames) -> Iterator[Example]:
     for where, row in rows:
         label = _label_of(row, where, columns)
         words: Any = row.get(columns.text)
-        if isinstance(label, tuple) and isinstance(words, str):  # a table's cells of words and of their tags
-            words = words if columns.flags else _written_list(words)
+        if isinstance(label, tuple) and isinstance(words, str) and not columns.flags:
+            written = _written_list(words)  # a table's cells of words and of their tags
+            words = written if isinstance(written, list) and len(written) == len(label) else words
         listed = isinstance(words, list)
         text = (
             _words(words, columns, where)

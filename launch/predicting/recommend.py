@@ -73,6 +73,8 @@ def recommend(words: Sequence[str]) -> int:
     if options.with_seen and options.similar_to is not None:
         raise UserError("--with-seen: is about users, and --similar-to names an item: leave it out")
     task = require_capability(run, OpensItemLists, "recommend", "recommends nothing")
+    if options.out is not None:  # before the lists are read
+        tables.check_out(options.out, None)
     lists = task.open_lists(run.final, options.by)
     remarks = restrict(lists, options, run.recipe.options.get("item_column"))
     if options.by != "model" and not options.json:  # which has it inside

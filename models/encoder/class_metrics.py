@@ -129,13 +129,15 @@ def class_metrics(confusion: np.ndarray, names: Sequence[str]) -> dict[str, Any]
 
 def best_threshold(probabilities: np.ndarray, is_label: np.ndarray) -> float:
     """From which probability on a label is answered for the best F1, halfway to the next lower; of several
-    the one nearest to 0.5. probabilities (n,), is_label (n,) bool.
+    the one nearest to 0.5, and 0.5 where all are 0. probabilities (n,), is_label (n,) bool.
     """
     order = np.argsort(-probabilities, kind="stable")
     falling, right = probabilities[order].astype(np.float64), np.cumsum(is_label[order])
     f1 = 2 * right / (np.arange(1, len(order) + 1) + right[-1])
     below = np.append(falling[1:], 0.0)
     cuts = np.where(falling > below, (falling + below) / 2, np.nan)  # the equal are answered alike
+    if np.isnan(cuts).all():
+        return 0.5
     best = cuts[(f1 == f1[~np.isnan(cuts)].max()) & ~np.isnan(cuts)]
     return float(best[np.abs(best - 0.5).argmin()])
 

@@ -277,3 +277,9 @@ def test_a_saved_model_says_what_it_was_trained_on(config: dict[str, Any], name:
 def test_flags_that_mean_nothing_are_refused(problem: Any, flags: tuple[Any, ...], said: str) -> None:
     with pytest.raises(UserError, match=said):
         problem.check(*flags)
+
+
+@pytest.mark.parametrize("there", [0.0, 1.0])
+def test_a_label_that_is_never_likely_has_a_threshold(there: float) -> None:
+    found = Predictions.of(np.array([[-90.0, 9.0], [-90.0, -9.0]]), np.array([[there, 1.0], [0.0, 0.0]]))
+    assert MultiLabel(["never", "once"]).settle(found, Profile(np.ones(1, bool), 1)).thresholds[0] == 0.5
