@@ -37,10 +37,14 @@ CATALOGUE, NAMES_FILE = "catalogue", "names.json"
 class InteractionOptions:
     """The fields of interactions."""
 
-    split: Literal["leave-one-out", "time", "given", "none"] | None = None
-    """leave-one-out: a user's last is test, the last but one valid. time: the last
-    fifth of all. none: all of them are trained on, and nothing is measured. By default given where the files
+    split: Literal["leave-one-out", "last", "time", "users", "given", "none"] | None = None
+    """leave-one-out: a user's last is test, the last but one valid. last: a user's last is test, all before
+    is trained on. time: the last fifth of all. users: the last of a fifth of the users, of whom nothing is
+    trained on. none: all of them are trained on, and nothing is measured. By default given where the files
     are split, else leave-one-out."""
+    test_input: Literal["all", "train"] = "all"
+    """What is known of a user in the test: all that the user had before, or that without the validation item,
+    as in the NCF paper."""
     eval_negatives: int = 99
     """Unseen items that each held-out one is ranked against; where files name them, theirs are taken."""
     catalogue: Literal["all", "taken"] = "all"
@@ -62,12 +66,13 @@ class InteractionOptions:
 class Interactions(TokenizedData):
     """Interactions from MovieLens' files, files of the NCF paper's protocol, tables, or the demo.
 
-    Columns: `user`, `item` (n,) int32. Held-out splits also have `rivals` (n, eval_negatives) int32, the
-    negatives that each item is ranked against; -1 stands for none.
+    Columns: `user`, `item` (n,) int32. Held-out splits also have `inputs` (n,) int32, how many of the user's
+    interactions in time are known, and `rivals` (n, eval_negatives) int32, the negatives that each item is
+    ranked against; -1 stands for none.
     """
 
     Options: ClassVar[type] = InteractionOptions
-    version: ClassVar[int] = 4
+    version: ClassVar[int] = 5
     cache_name: ClassVar[str] = "data.interactions.Interactions"
     demo_vocabulary_size: ClassVar[int] = 512
 
@@ -128,7 +133,12 @@ class Interactions(TokenizedData):
         counts = found.logs["train"].counts("item", len(items))
         catalogue.mkdir()
         arrays = {"tokens": tokens.values, "offsets": tokens.offsets, "user_text": of_users}
-        arrays |= {"item_text": of_items, "counts": counts, "seen": found.seen, "had": found.had}
+        arrays |= {"item_text": of_items, "counts": counts, "seen": found.seen}
+        arrays |= {
+            "history": found.history,
+            "starts": found.starts,
+            "trained": found.logs["train"].counts("user", len(users)),
+        }
         for name, array in arrays.items():
             save_array(catalogue / f"{name}.npy", array)
         tokenizer.save(str(folder / TOKENIZER_FILE))
@@ -167,9 +177,14 @@ class Interactions(TokenizedData):
             raise UserError(f"--test {self.recipe.data}: no row has a user and an item that the run knows")
         keys = np.unique(pair_keys(user[known], item[known], size))
         user, item = (part.astype(np.int32) for part in np.divmod(keys, size))
-        had = np.union1d(np.load(Path(facts.folder) / CATALOGUE / "had.npy"), keys)
-        rivals = draw_eval_negatives(user, had, size, self.options.eval_negatives)
-        save(folder / TEST, {"user": user, "item": item, "rivals": rivals})
+        history, starts = (
+            np.load(Path(facts.folder) / CATALOGUE / f"{n}.npy") for n in ("history", "starts")
+        )
+        inputs = np.diff(starts)
+        known = pair_keys(np.repeat(np.arange(len(inputs)), inputs), history, size)
+        rivals = draw_eval_negatives(user, np.union1d(known, keys), size, self.options.eval_negatives)
+        inputs = inputs[user].astype(np.int32)
+        save(folder / TEST, {"user": user, "item": item, "inputs": inputs, "rivals": rivals})
         return {}
 
     def describe_rows(self, facts: Facts, batch: Mapping[str, np.ndarray]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -31,6 +31,8 @@ class InteractionLog:
         return np.bincount(self.columns[column], minlength=most)
 
 
+USERS_HELD_OUT = 0.1
+"""The shares of all users that are valid, and that are test, in a split by users."""
 VALIDATION_ONE_USER_IN = 5
 """Where no validation split is given, one user in this many gives a training interaction to it."""
 TIME_SPLIT_ENDS = (0.8, 0.9)
@@ -64,20 +66,52 @@ def _ends_run(values: np.ndarray) -> np.ndarray:
     return np.append(values[1:] != values[:-1], True) if len(values) else np.empty(0, bool)
 
 
-def split_leave_one_out(log: InteractionLog) -> dict[str, InteractionLog]:
-    """Leave-one-out: a user's last interaction is test, the last but one validation.
+def in_time(log: InteractionLog) -> np.ndarray:
+    """(n,) the rows of a user after those of the user before, each user's in time.
 
-    Training keeps at least one: a user with two has no validation item, a user with one no test item.
     Of interactions at one time that of the larger item is later; without times the later in the file is.
     """
     ties = (log.item,) if "time" in log.columns else ()
-    order = np.lexsort((*ties, log.time, log.user))
+    return np.lexsort((*ties, log.time, log.user))
+
+
+def split_last(log: InteractionLog, held_out: Sequence[str]) -> dict[str, InteractionLog]:
+    """A user's last interaction is `held_out[0]`, the last but one `held_out[1]`, if there are two.
+
+    Training keeps at least one: a user with two has one that is held out, a user with one has none.
+    """
+    order = in_time(log)
     counts, user = np.bincount(log.user), log.user[order]
     back = np.cumsum(counts)[user] - 1 - np.arange(len(user))  # 0 for a user's last
-    test = (back == 0) & (counts[user] >= 2)
-    valid = (back == 1) & (counts[user] >= 3)
-    train = np.sort(order[~(test | valid)])
-    return {"train": log.take(train), "valid": log.take(order[valid]), "test": log.take(order[test])}
+    chosen = {split: (back == n) & (counts[user] >= n + 2) for n, split in enumerate(held_out)}
+    train = np.sort(order[~np.logical_or.reduce([*chosen.values()])])
+    parts = {split: log.take(order[rows]) for split, rows in reversed(chosen.items())}
+    return {"train": log.take(train), **parts}
+
+
+def split_users(log: InteractionLog) -> tuple[dict[str, InteractionLog], InteractionLog]:
+    """Of a tenth of the users the last interaction is valid, of another tenth it is test; (the splits, what
+    these users had before). None of theirs is trained on.
+    """
+    users = int(log.user.max(initial=0)) + 1
+    place = np.random.Generator(np.random.PCG64(0)).permutation(users) / users
+    held_out = {
+        "valid": place < USERS_HELD_OUT,
+        "test": (place >= USERS_HELD_OUT) & (place < 2 * USERS_HELD_OUT),
+    }
+    parts, before = {"train": log.take(place[log.user] >= 2 * USERS_HELD_OUT)}, []
+    for split, chosen in held_out.items():
+        found = split_last(log.take(chosen[log.user]), [split])
+        before.append(found["train"])
+        parts[split] = found[split]
+    return parts, joined(before)
+
+
+def joined(logs: Iterable[InteractionLog]) -> InteractionLog:
+    """All of them, one after the other, with the columns that each has."""
+    each = [log.columns for log in logs]
+    shared = [name for name in each[0] if all(name in columns for columns in each)]
+    return InteractionLog({name: np.concatenate([columns[name] for columns in each]) for name in shared})
 
 
 def split_by_time(log: InteractionLog) -> dict[str, InteractionLog]:

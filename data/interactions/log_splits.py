@@ -16,9 +16,12 @@ from isobatch.data.interactions.log import (
     draw_eval_negatives,
     drop_repeats,
     hold_out_validation,
+    in_time,
+    joined,
     pair_keys,
     split_by_time,
-    split_leave_one_out,
+    split_last,
+    split_users,
     unique_pair_keys,
 )
 from isobatch.data.interactions.tables import NUMBERS, Table, some_ids, whole_ids
@@ -90,14 +93,16 @@ class LogSplits:
         self.notes = raw.notes
         parts, self.has_times = self._read(raw)
         self.method = options.split or ("given" if "train" in parts else "leave-one-out")
+        self.before: list[InteractionLog] = []
+        """What held-out users had, where it is no training data."""
         self.logs = self._split(parts)
         if len(self.logs["train"]) == 0:
             raise UserError(f"--data {recipe.data}: no interactions are left to train on")
         self.seen = unique_pair_keys([self.logs["train"]], len(self.items))
         """The `pair_keys` of the training interactions, sorted, each once."""
-        self.had = unique_pair_keys(self.logs.values(), len(self.items))
-        """Those of all interactions."""
-        taken = np.sum([log.counts("item", len(self.items)) for log in self.logs.values()], axis=0)
+        self.history, self.starts = self._in_time()
+        """(interactions,) items by user and time; (users + 1,) where those of each user start."""
+        taken = np.bincount(self.history, minlength=len(self.items))
         self.untaken = int((taken == 0).sum()) if self.negatives is None else 0
         """Items without any interaction that held-out ones are ranked against all the same."""
         self._leave_out_users_with_all_items()
@@ -136,8 +141,7 @@ class LogSplits:
         data, method = self.recipe.data, self.method
         given = "train" in parts
         if method == "none" and given:
-            columns = {n: np.concatenate([p.columns[n] for p in parts.values()]) for n in ("user", "item")}
-            return {"train": drop_repeats(InteractionLog(columns), len(self.items), "all", self.notes)}
+            return {"train": drop_repeats(joined(parts.values()), len(self.items), "all", self.notes)}
         if method == "none":
             return {"train": parts["all"]}
         if method == "given":
@@ -152,11 +156,37 @@ class LogSplits:
             return split_by_time(parts["all"])
         if not self.has_times:
             self.notes.append("there are no times: a user's last interaction is the last in the file")
-        return split_leave_one_out(parts["all"])
+        if method == "users":
+            found, before = split_users(parts["all"])
+            self.before = [before]
+            return found
+        return split_last(parts["all"], ["test"] if method == "last" else ["test", "valid"])
+
+    def _in_time(self) -> tuple[np.ndarray, np.ndarray]:
+        """Training comes before validation, and that before the test, whatever the times say."""
+        parts = [
+            *self.before,
+            *(self.logs[split] for split in ("train", "valid", "test") if split in self.logs),
+        ]
+        whole = joined(parts)
+        of_part = np.repeat(np.arange(len(parts)), [len(log) for log in parts])
+        order = in_time(whole)
+        order = order[np.lexsort((of_part[order], whole.user[order]))]  # stable
+        return whole.item[order], np.append(0, np.cumsum(whole.counts("user", len(self.users))))
+
+    def _inputs(self, split: str) -> np.ndarray:
+        """(users,) how many of each user's interactions, from the first on, are the input for this split."""
+        known = [*self.before, self.logs["train"]]
+        if split == "test" and self.options.test_input == "all" and "valid" in self.logs:
+            known.append(self.logs["valid"])
+        return joined(known).counts("user", len(self.users))
 
     def _leave_out_users_with_all_items(self) -> None:
         """Nothing is left that their held-out items could be ranked against, unless the data names it."""
         users, items = len(self.users), len(self.items)
+        own = np.repeat(np.arange(users), np.diff(self.starts))
+        self.had = unique_pair_keys([InteractionLog({"user": own, "item": self.history})], items)
+        """The `pair_keys` of all interactions, sorted, each once."""
         has_all = np.diff(np.searchsorted(self.had, np.arange(users + 1) * items)) == items
         held_out = [s for s in self.logs if s == "valid" or (s == "test" and self.negatives is None)]
         for split in held_out:
@@ -194,11 +224,13 @@ class LogSplits:
                     yield f"{split}: {same:,} of {len(log):,} interactions are in train too"
 
     def columns(self) -> dict[str, Columns]:
-        """Split -> `user`, `item`, and of a held-out split `rivals`."""
+        """Split -> `user`, `item`, and of a held-out split `inputs` and `rivals`."""
         found: dict[str, Columns] = {}
         for split, log in self.logs.items():
-            rivals = {} if split == "train" else {"rivals": self._rivals(split, log)}
-            found[split] = {"user": log.user, "item": log.item, **rivals}
+            found[split] = {"user": log.user, "item": log.item}
+            if split != "train":
+                inputs = self._inputs(split)[log.user].astype(np.int32)
+                found[split] |= {"inputs": inputs, "rivals": self._rivals(split, log)}
         return found
 
     def _rivals(self, split: str, log: InteractionLog) -> np.ndarray:

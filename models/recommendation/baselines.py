@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from isobatch.models.base import Batch
 
     Batches = Callable[[], Iterable[Batch]]
-    Scorer = Callable[[Tensor], Tensor]
-    """(B,) users -> (B, items) scores in host memory."""
+    Scorer = Callable[[Tensor, Tensor], Tensor]
+    """(B,) users, of whom the first (B,) interactions are known -> (B, items) scores in host memory."""
 
 METRICS = ("hr", "ndcg", "mrr")
 MAX_ITEMS = 10_000
@@ -205,15 +205,17 @@ def _read(final: Path) -> dict[str, ItemWeights]:
 def _scorers(net: Any, kept: Mapping[str, ItemWeights]) -> dict[str, Scorer]:
     device = net.seen.device
     return {
-        MODEL: lambda user: ranking.score_all_items(net, user.to(device)).float().cpu(),
-        POPULARITY: lambda user: net.counts.float().cpu().expand(len(user), -1),
+        MODEL: lambda user, inputs: (
+            ranking.score_all_items(net, user.to(device), inputs.to(device)).float().cpu()
+        ),
+        POPULARITY: lambda user, _: net.counts.float().cpu().expand(len(user), -1),
         **{name: _linear_scorer(net, weights) for name, weights in kept.items()},
     }
 
 
 def _linear_scorer(net: Any, weights: ItemWeights) -> Scorer:
     matrix = weights.dense()
-    return lambda user: training_matrix(net, user) @ matrix
+    return lambda user, inputs: input_matrix(net, user, inputs) @ matrix
 
 
 def _measure(net: Any, scorer: Scorer, batches: Iterable[Batch], k: int) -> Ranked:
@@ -222,7 +224,8 @@ def _measure(net: Any, scorer: Scorer, batches: Iterable[Batch], k: int) -> Rank
     for batch in _joined(batches):
         for chunk in ranking.chunks(net, batch):
             users, rows = chunk["user"].long().unique(return_inverse=True)
-            scores, others = scorer(users)[rows], ranking.new_items(net, chunk)
+            inputs = torch.empty_like(users).scatter_(0, rows, chunk["inputs"].long())  # the same for a user
+            scores, others = scorer(users, inputs)[rows], ranking.new_items(net, chunk)
             one, two = ranking.ranks_of_held_out(chunk, scores, others)
             sampled.append(one.double())
             full.append(two.double())
@@ -258,9 +261,9 @@ def paired_interval(differences: Tensor, users: Tensor) -> list[float] | None:
     return [float(mean - half), float(mean + half)]
 
 
-def training_matrix(net: Any, user: Tensor) -> Tensor:
-    """(B, items), sparse: 1 where a user had the item in training."""
-    places = torch.stack(net.interactions(user.to(net.seen.device), net.seen)).cpu()
+def input_matrix(net: Any, user: Tensor, inputs: Tensor) -> Tensor:
+    """(B, items), sparse: 1 where an item is among the first `inputs` (B,) interactions of (B,) users."""
+    places = torch.stack(net.interactions(user.to(net.seen.device), inputs.to(net.seen.device))).cpu()
     size, ones = (len(user), len(net.item_text)), torch.ones(places.shape[1])
     return torch.sparse_coo_tensor(places, ones, size, check_invariants=False)
 
@@ -268,8 +271,8 @@ def training_matrix(net: Any, user: Tensor) -> Tensor:
 def gram_matrix(net: Any) -> Tensor:
     """(items, items) X'X of the training interactions, fp64."""
     items, users = len(net.item_text), torch.arange(len(net.user_text))
-    gram = torch.zeros(items, items, dtype=torch.float64)
+    gram, trained = torch.zeros(items, items, dtype=torch.float64), net.trained.cpu()
     for chunk in users.split(max(1, ranking.MAX_SCORES_AT_ONCE // items)):
-        x = training_matrix(net, chunk)
+        x = input_matrix(net, chunk, trained[chunk])
         gram += x.T @ x.to_dense()
     return gram

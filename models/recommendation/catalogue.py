@@ -27,8 +27,12 @@ class Catalogue:
     """(items,) number of training interactions."""
     seen: np.ndarray
     """Sorted user * items + item of every training interaction."""
-    had: np.ndarray
-    """Sorted user * items + item of every interaction, held-out ones included."""
+    history: np.ndarray
+    """(interactions,) int32 items by user and time: a user's of training first, then held-out ones."""
+    starts: np.ndarray
+    """(users + 1,) int64: user u had history[starts[u]:starts[u + 1]]."""
+    trained: np.ndarray
+    """(users,) number of each user's training interactions."""
 
     @classmethod
     def read(cls, folder: str | Path) -> Catalogue:

@@ -60,15 +60,15 @@ class RecommenderNet(nn.Module):
             nn.init.zeros_(self.user_bias.weight)
         for name, texts in (("user_text", catalogue.user_text), ("item_text", catalogue.item_text)):
             self.register_buffer(name, torch.from_numpy(texts.astype("int64")), persistent=False)
-        held_out = np.setdiff1d(catalogue.had, catalogue.seen, assume_unique=True)
-        for name, array in (("seen", catalogue.seen), ("counts", catalogue.counts), ("held_out", held_out)):
-            self.register_buffer(name, torch.from_numpy(array), persistent=False)
+        for name in ("seen", "counts", "history", "starts", "trained"):
+            self.register_buffer(name, torch.from_numpy(getattr(catalogue, name)), persistent=False)
         self.user_text: Tensor
         self.item_text: Tensor
         self.seen: Tensor
         """(n,) int64, sorted: user * items + item of every training interaction."""
-        self.held_out: Tensor
-        """(n,) int64, sorted: those of every other interaction."""
+        self.history: Tensor
+        self.starts: Tensor
+        self.trained: Tensor
         self.counts: Tensor
         """(items,) number of training interactions."""
         self.encoder = encoder
@@ -99,8 +99,11 @@ class RecommenderNet(nn.Module):
             if module != "encoder":
                 yield PARTS.get(module, "ids"), p
 
-    def forward(self, user: Tensor, items: list[Tensor]) -> list[Tensor]:
-        """Scores of (B,) users with each of `items`: (B, k) of their own, or (S,) shared by all users."""
+    def forward(self, user: Tensor, items: list[Tensor], inputs: Tensor | None = None) -> list[Tensor]:
+        """Scores of (B,) users with each of `items`: (B, k) of their own, or (S,) shared by all users.
+
+        `inputs` (B,): how many of each user's interactions are known. Vectors of ids do not depend on it.
+        """
         flat = torch.cat([user.new_zeros(0), *(i.reshape(-1) for i in items)])
         user_vectors, item_vectors = self.vectors(user, flat)
         user_bias = 0.0 if self.user_bias is None else self.user_bias(user)
@@ -183,14 +186,14 @@ class RecommenderNet(nn.Module):
         position = torch.searchsorted(self.seen, key).clamp_max(len(self.seen) - 1)
         return self.seen[position] == key
 
-    def interactions(self, user: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """(rows, items) of all of `keys` (`seen` or `held_out`) of (B,) users; rows are 0..B-1."""
-        items = len(self.item_text)
-        first, last = (torch.searchsorted(keys, (user + n) * items) for n in (0, 1))
-        rows = torch.repeat_interleave(torch.arange(len(user), device=user.device), last - first)
-        start = torch.cumsum(last - first, 0) - (last - first)
+    def interactions(self, user: Tensor, counts: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(rows, items) of the first `counts` (B,) interactions of (B,) users, or of all; rows are 0..B-1."""
+        first = self.starts[user]
+        counts = self.starts[user + 1] - first if counts is None else counts.long()
+        rows = torch.repeat_interleave(torch.arange(len(user), device=user.device), counts)
+        start = torch.cumsum(counts, 0) - counts
         position = torch.arange(len(rows), device=user.device) - start[rows] + first[rows]
-        return rows, keys[position] % items
+        return rows, self.history[position].long()
 
     @torch.no_grad()
     def all_vectors(self) -> tuple[Tensor, Tensor]:

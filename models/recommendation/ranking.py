@@ -37,12 +37,13 @@ def gains(rank: Tensor, k: int) -> dict[str, Tensor]:
 def metric_parts(net: Any, batch: Batch, k: int) -> dict[str, Sum]:
     """Metrics of the model and of popularity, against the sampled negatives and against all new items.
 
-    batch: user (B,), item (B,) held out, rivals (B, n) sampled negatives or -1.
+    batch: user (B,), item (B,) held out, inputs (B,) how many of the user's interactions are known, rivals
+    (B, n) sampled negatives or -1.
     """
     found: dict[str, Sum] = {}
     for chunk in chunks(net, batch):
         popular = net.counts.float().expand(len(chunk["user"]), -1)
-        own, others = score_all_items(net, chunk["user"].long()), new_items(net, chunk)
+        own, others = score_all_items(net, chunk["user"].long(), chunk["inputs"]), new_items(net, chunk)
         for name, scores in (("", own), ("popularity_", popular)):
             sampled, full = ranks_of_held_out(chunk, scores, others)
             for prefix, rank in ((name, sampled), (f"full_{name}", full)):
@@ -56,12 +57,12 @@ def chunks(net: Any, batch: Batch) -> Iterator[dict[str, Tensor]]:
     """The batch in parts whose scores of all items fit MAX_SCORES_AT_ONCE."""
     rows = max(1, MAX_SCORES_AT_ONCE // (len(net.item_text) * net.floats_per_score))
     for start in range(0, len(batch["user"]), rows):
-        yield {name: batch[name][start : start + rows] for name in ("user", "item", "rivals")}
+        yield {name: batch[name][start : start + rows] for name in ("user", "item", "inputs", "rivals")}
 
 
-def score_all_items(net: Any, user: Tensor) -> Tensor:
-    """(B, items) scores of the model."""
-    return net(user, [torch.arange(len(net.item_text), device=user.device)])[0]
+def score_all_items(net: Any, user: Tensor, inputs: Tensor) -> Tensor:
+    """(B, items) scores of the model, which knows the first `inputs` (B,) interactions of each user."""
+    return net(user, [torch.arange(len(net.item_text), device=user.device)], inputs)[0]
 
 
 def ranks_of_held_out(batch: Batch, scores: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,7 +78,5 @@ def new_items(net: Any, batch: Batch) -> Tensor:
     user = batch["user"].long()
     found = torch.ones(len(user), len(net.item_text), dtype=torch.bool, device=user.device)
     found.scatter_(1, batch["item"].long()[:, None], False)
-    for keys in (net.seen, net.held_out):
-        had = net.interactions(user.to(keys.device), keys)
-        found[tuple(places.to(user.device) for places in had)] = False
+    found[net.interactions(user)] = False
     return found

@@ -320,11 +320,13 @@ class Recommender(Task):
         heads = ("mlp_layers.", "product.")
         arrays |= {name: p for name, p in model.named_parameters() if name.startswith(heads)}
         vectors = {k: np.ascontiguousarray(v.detach().cpu().numpy()) for k, v in arrays.items()}
-        vectors["had"] = catalogue.Catalogue.read(facts.folder).had
+        known = catalogue.Catalogue.read(facts.folder)
+        owner = np.repeat(np.arange(len(known.trained)), np.diff(known.starts))
+        vectors["had"] = np.unique(owner * len(known.item_text) + known.history)
         save_file(vectors, folder / recommendations.VECTORS_FILE)
         described = (model.item_text >= 0) & (model.encoder is not None)
-        known = {"counts": model.counts.tolist(), "described": described.long().tolist()}
-        names = {**catalogue.read_names(facts.folder), **known}
+        told = {"counts": model.counts.tolist(), "described": described.long().tolist()}
+        names = {**catalogue.read_names(facts.folder), **told}
         (folder / recommendations.NAMES_FILE).write_text(json.dumps(names, ensure_ascii=False))
         config = {"model_type": "isobatch-recommender", "head": model.head}
         (folder / recommendations.CONFIG_FILE).write_text(json.dumps(config))

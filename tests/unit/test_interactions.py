@@ -281,3 +281,40 @@ def test_a_fault_behind_the_first_megabyte_is_named_by_its_line(tmp_path: Path) 
     (tmp_path / "log.csv").write_text("\n".join(["user,item,timestamp", *lines, "1,,7"]))
     with pytest.raises(UserError, match=r"log.csv row 120001: has no item"):
         made(tmp_path / "log.csv")
+
+
+WAYS = {"leave-one-out": {"valid": -2, "test": -1}, "last": {"test": -1}}
+"""Split -> which of a user's interactions each part holds out."""
+
+
+@pytest.mark.parametrize("test_input", ["all", "train"])
+@pytest.mark.parametrize("split", [*WAYS, "time", "users"])
+def test_the_input_is_all_that_a_user_had_before(split: str, test_input: str, tmp_path: Path) -> None:
+    draw, (users, items, rows) = np.random.default_rng(5), (40, 30, 400)
+    pairs = draw.permutation(users * items)[:rows]
+    written = list(zip(pairs // items + 100, pairs % items + 500, draw.permutation(rows), strict=True))
+    lines = [f"{u},{i},{t}" for u, i, t in written]
+    (tmp_path / "log.csv").write_text("\n".join(["user,item,timestamp", *lines]))
+    facts, splits = made(tmp_path / "log.csv", split=split, test_input=test_input)
+    by_user: dict[str, list[str]] = {}
+    for u, i, _ in sorted(written, key=lambda row: row[2]):
+        by_user.setdefault(str(u), []).append(str(i))
+    known, names = Catalogue.read(facts.folder), catalogue.read_names(facts.folder)
+    for number, name in enumerate(names["users"]):
+        history = known.history[known.starts[number] : known.starts[number + 1]]
+        assert [names["items"][i] for i in history] == by_user[name]
+    assert np.bincount(splits["train"]["user"], minlength=users).tolist() == known.trained.tolist()
+    pairs_of = {name: ids(facts, rows) for name, rows in splits.items()}
+    for name in pairs_of.keys() - {"train"}:
+        for (user, item), inputs in zip(pairs_of[name], splits[name]["inputs"], strict=True):
+            own = by_user[user]
+            taken = {split: sum(u == user for u, _ in pairs) for split, pairs in pairs_of.items()}
+            all_known = name == "test" and test_input == "all"
+            if split == "users":
+                assert taken["train"] == 0
+                assert (item, inputs) == (own[-1], len(own) - 1)
+            else:
+                assert inputs == taken["train"] + (taken.get("valid", 0) if all_known else 0)
+                assert own.index(item) >= inputs
+            if split in WAYS:
+                assert item == own[WAYS[split][name]]

@@ -34,7 +34,15 @@ def catalogue() -> Catalogue:
     of_users, of_items = np.arange(USERS) % 3, np.arange(ITEMS)
     of_items[5] = -1
     texts_of = {"user_text": of_users, "item_text": of_items}
-    return dataclasses.replace(texts(ITEMS), **texts_of, counts=counts, seen=seen, had=seen)
+    starts = np.searchsorted(seen, np.arange(USERS + 1) * ITEMS)
+    of = {
+        "counts": counts,
+        "seen": seen,
+        "history": seen % ITEMS,
+        "starts": starts,
+        "trained": np.diff(starts),
+    }
+    return dataclasses.replace(texts(ITEMS), **texts_of, **of)
 
 
 def net(head: str = "dot", text: bool = True) -> RecommenderNet:
@@ -179,7 +187,7 @@ def test_nan_counts_against_the_model() -> None:
 def test_full_ranking_leaves_out_what_the_user_had() -> None:
     model = net(text=False)
     user = torch.tensor([0, 3])
-    batch = {"user": user, "item": torch.tensor([2, 7]), "rivals": torch.tensor([[1, 4, -1], [2, 3, 9]])}
+    batch = {**held_out([0, 3], [2, 7]), "rivals": torch.tensor([[1, 4, -1], [2, 3, 9]])}
     found = ranking.metric_parts(model, batch, 10)
     every = scores(model)[user]
     hits = 0
@@ -195,7 +203,8 @@ def test_full_ranking_leaves_out_what_the_user_had() -> None:
 
 def held_out(users: list[int], items: list[int]) -> dict[str, torch.Tensor]:
     rivals = torch.tensor([[i for i in range(ITEMS) if i != item][:5] for item in items])
-    return {"user": torch.tensor(users), "item": torch.tensor(items), "rivals": rivals}
+    inputs = torch.from_numpy(catalogue().trained[users])
+    return {"user": torch.tensor(users), "item": torch.tensor(items), "inputs": inputs, "rivals": rivals}
 
 
 def recommender(**options: Any) -> Recommender:
