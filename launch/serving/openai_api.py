@@ -182,7 +182,9 @@ def language_model_app(
         """Of both kinds, by the path."""
         body, is_chat = await read_body(request), "chat" in request.url.path
         loop = asyncio.get_running_loop()
-        asked = await loop.run_in_executor(rendering, parse, body, name, template, is_chat)
+        # One process renders templates: a text to go on with does not wait for it.
+        thread = rendering if is_chat else None
+        asked = await loop.run_in_executor(thread, parse, body, name, template, is_chat)
         if asked.stream:
             return StreamingResponse(events(asked), media_type="text/event-stream")
         text, reason = "", ""
