@@ -191,6 +191,8 @@ def parse_stages(words: Sequence[str]) -> tuple[CompressOptions, dict[str, dict[
     given = {k: v for k, v in found.flags.items() if k not in ("task", *flag_words.SOURCES, *OWN)}
     if "bits" in given:
         raise UserError(f"--bits {given['bits']}: of this chain --quantize int8-qat,int4 says it")
+    if "dry_run" in given:
+        raise UserError("--dry-run: stages begin with what others wrote: `isobatch plan` shows one stage's plan")
     if unknown := [flag for flag in given if flag not in every]:
         word = spelling(unknown[0])
         hint = nearest_hint(word, map(spelling, flag_words.words_for(every)))
