@@ -192,7 +192,7 @@ def parse_stages(words: Sequence[str]) -> tuple[CompressOptions, dict[str, dict[
     if "bits" in given:
         raise UserError(f"--bits {given['bits']}: of this chain --quantize int8-qat,int4 says it")
     if "dry_run" in given:
-        raise UserError("--dry-run: stages begin with what others wrote: `isobatch plan` shows one stage's plan")
+        raise UserError("--dry-run: a stage begins with what others wrote: `isobatch plan` shows one of them")
     if unknown := [flag for flag in given if flag not in every]:
         word = spelling(unknown[0])
         hint = nearest_hint(word, map(spelling, flag_words.words_for(every)))
