@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 REFUSAL = "predicts nothing: give its task a method predict(model, batch) and train again"
 READS_TEXTS = (protocols.Generates, protocols.OpensItemLists, protocols.Predicts, protocols.ScoresAnswers)
-LISTS = ("top", "by", "only", "without", "with_seen")
+LISTS = ("top", "by", "only", "without", "where", "without_category", "with_seen")
 DRAWS = ("tokens", "temperature", "top_k", "top_p", "seed", "load_bits")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,9 @@ from isobatch.core import number_ranges
 from isobatch.core.errors import UserError
 from isobatch.core.terminal.console import print_answer, print_lines
 from isobatch.core.terminal.status import doing
-from isobatch.data.interactions.formats import ITEM_COLUMNS
+from isobatch.data import readers
+from isobatch.data.interactions.formats import ITEM_COLUMNS, USER_COLUMNS
+from isobatch.data.labelled.rows import usual_name
 from isobatch.launch.commands.evaluate import require_capability
 from isobatch.launch.local.run_setup import AnswerOptions, TrustOptions, open_single_run
 from isobatch.launch.predicting import tables
@@ -22,8 +25,11 @@ if TYPE_CHECKING:
 
     Answer = tuple[dict[str, Any], list[dict[str, Any]]]
     """What was asked, a user, an item that others are like or items taken, and the list."""
+    Columns = Sequence[str | None]
 
 LISTS_AT_A_TIME = 1000
+ROWS_AT_A_TIME = 1 << 20
+QUANTITY = "quantity"
 MOST_NAMED = 5
 NOTHING_LEFT = "what users had is left out unless --with-seen, and --only and --without restrict the rest"
 EMPTY_LIST = f"recommend: nothing is left to offer: {NOTHING_LEFT}"
@@ -42,6 +48,11 @@ class ListOptions(TrustOptions):
     """Of a recommender: offer these items alone, ids or titles with commas between them, or a file."""
     without: str | None = None
     """Of a recommender: offer none of these items: what is sold out, or of a category."""
+    where: str | None = None
+    """Of the table that --only names, the rows of which this is true, as a Jinja expression of its columns:
+    "stock > 0 and price <= 20 and category != 'wine'". An empty cell is unequal to everything."""
+    without_category: str | None = None
+    """Of that table, no row whose column `category` is one of these, with commas between them."""
     with_seen: bool = False
     """Of a recommender: offer also what a user had already (filter_already_liked_items or remove_seen false
     elsewhere)."""
@@ -54,7 +65,11 @@ class RecommendOptions(ListOptions, AnswerOptions):
     user: str | None = None
     """The user, by the id that the data has; several with commas between them."""
     items: str | None = None
-    """A user who was not in training, by what they took: ids or titles of items, with commas between them."""
+    """A user who was not in training, by what they took: ids or titles of items, with commas between them, or
+    a file of them."""
+    guests: str | None = None
+    """Users who were not in training: a file with a row for each item that one took (user, item and perhaps
+    quantity, which weighs a user's items against each other), or with a list `items` in a row."""
     similar_to: str | None = None
     """Items like this one, by its id or title."""
     out: str | None = None
@@ -62,34 +77,44 @@ class RecommendOptions(ListOptions, AnswerOptions):
 
 
 def recommend(words: Sequence[str]) -> int:
-    """Usage: recommend RUN --user ID,ID | --items ID,ID | --similar-to ITEM [--out list.csv], or for all
-    users recommend RUN --out lists.parquet [--only FILE|ID,ID] [--without FILE|ID,ID] [--with-seen]
+    """Usage: recommend RUN --user ID,ID | --items ID,ID|FILE | --guests FILE | --similar-to ITEM
+    [--out list.csv], or for all users recommend RUN --out lists.parquet [--only FILE|ID,ID]
+    [--where "stock > 0"] [--without-category wine] [--without FILE|ID,ID] [--with-seen]
     [--by ease|knn|popularity|best] [--top 10] [--json]
     """
     run, options = open_single_run(words, "recommend", RecommendOptions)
-    asked = [one for one in (options.user, options.items, options.similar_to) if one is not None]
-    if len(asked) > 1 or not (asked or options.out):
-        raise UserError("recommend: needs one of --user ID, --items ID,ID, --similar-to ITEM, or --out FILE")
+    asked = [options.user, options.items, options.guests, options.similar_to]
+    if (given := len(asked) - asked.count(None)) > 1 or not (given or options.out):
+        raise UserError(
+            "recommend: needs one of --user ID, --items ID,ID, --guests FILE, --similar-to ITEM; or --out"
+        )
     if options.with_seen and options.similar_to is not None:
         raise UserError("--with-seen: is about users, and --similar-to names an item: leave it out")
     task = require_capability(run, OpensItemLists, "recommend", "recommends nothing")
     if options.out is not None:  # before the lists are read
         tables.check_out(options.out, None)
     lists = task.open_lists(run.final, options.by)
-    remarks = restrict(lists, options, run.recipe.options.get("item_column"))
+    columns = [run.recipe.options.get(f"{name}_column") for name in ("user", "item")]
+    remarks = restrict(lists, options, columns[1])
     if options.by != "model" and not options.json:  # which has it inside
         remarks.append(f"ranked by {lists.by}")
-    return answer(lists, options, remarks)
+    return answer(lists, options, remarks, columns)
 
 
-def answer(lists: Recommendations, options: RecommendOptions, remarks: list[str]) -> int:
-    """Write or print the lists that are asked for; `remarks` are said with them, and not before an error."""
-    answers = _lists(lists, options, remarks)
+def answer(
+    lists: Recommendations, options: RecommendOptions, remarks: list[str], columns: Columns = (None, None)
+) -> int:
+    """Write or print the lists that are asked for; `remarks` are said with them, and not before an error.
+
+    `columns` of users and items that files have, in place of the usual ones.
+    """
+    answers = _lists(lists, options, remarks, columns)
     if options.out is not None:
-        blocks = iter(lambda: list(itertools.islice(answers, LISTS_AT_A_TIME)), [])
-        code = tables.write_rows(tables.check_out(options.out, None), ranked(blocks), options.json)
+        blocks = _rows(answers) if answers is not None else _tables(lists, options.top)
+        code = tables.write_rows(tables.check_out(options.out, None), _counted(blocks), options.json)
         print_lines(*remarks)
         return code
+    assert answers is not None
     found = list(answers)
     if not any(items for _, items in found):
         raise UserError(EMPTY_LIST)
@@ -105,35 +130,101 @@ def answer(lists: Recommendations, options: RecommendOptions, remarks: list[str]
     return print_answer(shown, "\n".join(lines), options.json)
 
 
-def _lists(lists: Recommendations, options: RecommendOptions, remarks: list[str]) -> Iterator[Answer]:
-    """The lists that are asked for; adds remarks on what was named. Raises UserError."""
+def _lists(
+    lists: Recommendations, options: RecommendOptions, remarks: list[str], columns: Columns
+) -> Iterator[Answer] | None:
+    """The lists that are asked for, None for those of all users; adds remarks on what was named.
+
+    Raises UserError.
+    """
     top = options.top
     if options.similar_to is not None:
         remarks += lists.remarks([options.similar_to])
-        yield {"similar_to": options.similar_to}, lists.similar(options.similar_to, top)
-    elif options.items is not None:
-        taken = lists.split_items(options.items)
+        return iter([({"similar_to": options.similar_to}, lists.similar(options.similar_to, top))])
+    if options.items is not None:
+        taken = _named_items(lists, "--items", options.items, columns[1])
+        if tables.is_table(options.items) and (known := [n for n in taken if lists.knows_item(n)]):
+            remarks += _unknown("--items", [n for n in taken if n not in known])
+            taken = known
         remarks += lists.remarks(taken)
-        yield {"taken": taken}, lists.for_items(taken, top)
-    elif options.user is not None:
-        yield from (({"user": u}, lists.recommend(u, top)) for u in lists.split_users(options.user))
-    else:
-        yield from (({"user": u}, items) for u, items in lists.recommend_to_all(top))
+        return iter([({"taken": taken}, lists.for_items(taken, top))])
+    if options.guests is not None:
+        guests = _read_guests(lists, options.guests, columns, remarks).items()
+        return (({"user": u}, lists.for_items([*g], top, [*g.values()]) if g else []) for u, g in guests)
+    if options.user is not None:
+        return (({"user": u}, lists.recommend(u, top)) for u in lists.split_users(options.user))
+    return None
 
 
-def ranked(answers: Iterable[Sequence[Answer]]) -> Iterator[list[dict[str, Any]]]:
-    """The rows of lists as files have them: whose it is, rank from 1, item, title, score.
+def _read_guests(
+    lists: Recommendations, file: str, columns: Columns, remarks: list[str]
+) -> dict[str, dict[str, float]]:
+    """User -> the known items of theirs -> quantity. A list without a user goes by the number of its row."""
+    guests: dict[str, dict[str, float]] = {}
+    unknown: list[str] = []
+    for number, (where, row) in enumerate(tables.read_table(file, "--guests", columns), 1):
+        user, item = (
+            column if column in row else usual_name(usual, [*row])
+            for column, usual in zip(columns, (USER_COLUMNS, ITEM_COLUMNS), strict=True)
+        )
+        if (given := row.get(tables.ITEMS_COLUMN)) is None:
+            for column, usual in ((user, "user_id"), (item, "item_id")):
+                readers.require_name(column or usual, [*row], where)
+            given = [row[str(item)]]
+        amount = _number(row.get(QUANTITY, 1))
+        if not isinstance(amount, float) or not 0 < amount < float("inf"):
+            raise UserError(f"{where}: {QUANTITY} {row[QUANTITY]}: leave out rows where it is not above 0")
+        taken = guests.setdefault(str(row[user] if user else number), {})
+        for name in lists.split_items(given) if isinstance(given, str) else map(str, given):
+            if lists.knows_item(name):  # without a quantity an item counts once
+                taken[name] = taken.get(name, 0.0) * (QUANTITY in row) + amount
+            else:
+                unknown.append(name)
+    remarks += _unknown("--guests", unknown)
+    return guests
 
-    Empty lists are counted at the end. Raises UserError where all are.
-    """
-    done = empty = 0
-    for block in answers:
-        yield [
+
+def _number(cell: Any) -> Any:
+    """The number that a cell holds, NaN for an empty one; otherwise the cell."""
+    with contextlib.suppress(TypeError, ValueError):
+        return float("nan" if cell in (None, "") else cell)
+    return cell
+
+
+def _rows(answers: Iterator[Answer]) -> Iterator[tuple[list[dict[str, Any]], int, int]]:
+    """Rows as files have them: whose it is, rank from 1, item, title, score; how many lists; empty ones."""
+    while block := list(itertools.islice(answers, LISTS_AT_A_TIME)):
+        rows = [
             {**{name: value for name, value in asked.items() if name != "taken"}, "rank": rank, **entry}
             for asked, entries in block
             for rank, entry in enumerate(entries, 1)
         ]
-        done, empty = done + len(block), empty + sum(not entries for _, entries in block)
+        yield rows, len(block), sum(not entries for _, entries in block)
+
+
+def _tables(lists: Recommendations, top: int) -> Iterator[tuple[Any, int, int]]:
+    """The same of all users, in tables of pyarrow: ten million dictionaries take minutes."""
+    import numpy as np
+    import pyarrow
+
+    users, items, titles = map(pyarrow.array, (lists.users, lists.items, lists.titles))
+    step = max(1, ROWS_AT_A_TIME // top)
+    for start in range(0, len(users), step):
+        found, scores = lists.lists(range(start, min(start + step, len(users))), top)
+        whose, ranks = np.nonzero(found >= 0)
+        numbers = pyarrow.array(found[whose, ranks])
+        columns = {"user": users.take(pyarrow.array(whose + start)), "rank": ranks + 1}
+        columns |= {"item": items.take(numbers), "title": titles.take(numbers)}
+        rows = pyarrow.table({**columns, "score": scores[whose, ranks]})
+        yield rows, len(found), int((found[:, 0] < 0).sum())
+
+
+def _counted(blocks: Iterable[tuple[Any, int, int]]) -> Iterator[Any]:
+    """The rows; empty lists are counted at the end. Raises UserError where all are."""
+    done = empty = 0
+    for rows, some, blank in blocks:
+        yield rows
+        done, empty = done + some, empty + blank
         doing(f"recommending: {done:,} lists done")
     if empty == done:
         raise UserError(EMPTY_LIST)
@@ -146,26 +237,49 @@ def restrict(lists: Recommendations, options: ListOptions, column: str | None) -
 
     `column`: of the items in a file; by default a usual name, or the only one there is.
     """
-    only, without = (
-        None if text is None else _named_items(lists, flag, text, column)
-        for flag, text in (("--only", options.only), ("--without", options.without))
-    )
-    missing = lists.restrict(only, without or (), options.with_seen)
-    few = ", ".join(missing[:MOST_NAMED])
-    said = f"{len(missing)} items are not in the training data: {few}" if missing else ""
+    out = [*map(_number, (options.without_category or "").split(","))] if options.without_category else []
+    where = " and ".join([*filter(None, [options.where]), *([f"category not in {out}"] if out else [])])
+    if where and not tables.is_table(options.only or ""):
+        raise UserError("--where, --without-category: are about a table: name it, as in --only products.csv")
+    only = None if options.only is None else _named_items(lists, "--only", options.only, column, where)
+    without = _named_items(lists, "--without", options.without, column) if options.without is not None else ()
+    missing = lists.restrict(only, without, options.with_seen)
+    said = _unknown("--only, --without", missing)
     if not lists.offered:
-        raise UserError(f"--only, --without: no item is left to offer: give others; {said}")
-    return [f"--only, --without: {said}"] if said else []
+        raise UserError("; ".join(["--only, --without: no item is left to offer: give others", *said]))
+    return said
 
 
-def _named_items(lists: Recommendations, flag: str, text: str, column: str | None) -> list[str]:
+def _unknown(flag: str, missing: Sequence[str]) -> list[str]:
+    few = ", ".join([*dict.fromkeys(missing)][:MOST_NAMED])
+    return [f"{flag}: {len(missing)} items are not in the training data: {few}"] if missing else []
+
+
+def _named_items(
+    lists: Recommendations, flag: str, text: str, column: str | None, where: str = ""
+) -> list[str]:
     if not tables.is_table(text):
         return lists.split_items(text)
-    rows = [row for _, row in tables.read_table(text, flag, [column])]
-    usual = (column, *ITEM_COLUMNS, *(rows[0] if len(rows[0]) == 1 else ()))
-    name = next((name for name in usual if name in rows[0]), None)
+    located = [*tables.read_table(text, flag, [column])]
+    rows = [row for _, row in (_where_true(located, where) if where else located)]
+    columns = [*located[0][1]]
+    usual = (column, *ITEM_COLUMNS, *(columns if len(columns) == 1 else ()))
+    name = next((name for name in usual if name in columns), None)
     if name is None:
-        raise UserError(f"{flag} {text}: has no column item_id; it has: {', '.join(rows[0])}")
+        raise UserError(f"{flag} {text}: has no column item_id; it has: {', '.join(columns)}")
     # In a list without a header the first item is taken for one.
     first = [name] if name not in (column, *ITEM_COLUMNS) and lists.knows_item(name) else []
     return [*first, *(str(row.get(name)) for row in rows)]
+
+
+def _where_true(located: Sequence[tuple[str, Any]], where: str) -> list[tuple[str, Any]]:
+    """The rows of which the expression is true. Raises UserError."""
+    from jinja2 import StrictUndefined, TemplateError
+    from jinja2.sandbox import SandboxedEnvironment
+
+    try:
+        meets = SandboxedEnvironment(undefined=StrictUndefined).compile_expression(where, False)
+        return [one for one in located if meets({name: _number(cell) for name, cell in one[1].items()})]
+    except (TemplateError, ArithmeticError, AttributeError, TypeError, ValueError) as error:
+        names = ", ".join(located[0][1])
+        raise UserError(f"--where {where}: {error}: write columns ({names}), numbers and 'texts'") from None

@@ -90,16 +90,24 @@ def beside(row: Mapping[str, Any], answer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _open_writer(path: Path, ending: str, first: Rows, opened: contextlib.ExitStack) -> Callable[[Rows], Any]:
-    """A function that writes rows behind each other, in columns as the `first` ones have them."""
+    """A function that writes rows behind each other, in columns as the `first` ones have them.
+
+    They may be tables of pyarrow.
+    """
     if ending == ".parquet":
         import pyarrow
         from pyarrow import parquet
 
-        schema = pyarrow.Table.from_pylist(list(map(flatten, first))).schema
+        def table_of(rows: Any, schema: Any = None) -> Any:
+            arrow = isinstance(rows, pyarrow.Table)
+            return rows if arrow else pyarrow.Table.from_pylist([*map(flatten, rows)], schema=schema)
+
+        schema = table_of(first).schema
         table = opened.enter_context(parquet.ParquetWriter(os.fspath(path), schema))
-        return lambda rows: table.write_table(
-            pyarrow.Table.from_pylist(list(map(flatten, rows)), schema=schema)
-        )
+        return lambda rows: table.write_table(table_of(rows, schema))
+    if hasattr(first, "to_pylist"):
+        write = _open_writer(path, ending, first.to_pylist(), opened)
+        return lambda rows: write(rows.to_pylist())
     stream = opened.enter_context(path.open("w", encoding="utf-8", newline=""))
     if ending == ".jsonl":
         return lambda rows: stream.writelines(json_line(row) + "\n" for row in rows)
@@ -133,7 +141,7 @@ def write_rows(path: Path, chunks: Iterable[Rows], as_json: bool = False) -> int
     with atomic_files.explain_write_errors(path):
         try:
             with contextlib.ExitStack() as opened:
-                for rows in filter(None, chunks):
+                for rows in filter(len, chunks):
                     try:
                         write = write or _open_writer(temporary, path.suffix.lower(), rows, opened)
                         write(rows)

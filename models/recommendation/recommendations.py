@@ -14,7 +14,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,13 @@ RIDGE = 1e-6
 SHRINKAGE = 5.0
 """An item without text that n users took is as similar as n / (n + SHRINKAGE) of its cosine: vectors that
 were seldom trained are alike by chance (as Koren 2010 shrinks similarities by their support)."""
+BLOCK = 3 << 19
+"""Scores that are computed at a time: few enough to stay in a processor's cache."""
+EXACT_AT_A_TIME = 1 << 16
+STRIPES = 16
+"""Items whose largest score stands for them while a list's candidates are found."""
+ROUNDING = 1e-4
+"""Share of a user's largest score by which two ways to compute an MLP's scores may differ, with room."""
 
 
 try:
@@ -116,15 +123,18 @@ class Recommendations:
 
     def scores(self, user: int) -> Any:
         """(items,) scores of a user by number."""
-        u, v, bias = self.arrays["users"][user], self.arrays["items"], self.arrays["bias"]
+        v = self.arrays["items"]
+        return self._pairs(np.broadcast_to(self.arrays["users"][user], v.shape), v) + self.arrays["bias"]
+
+    def _pairs(self, u: np.ndarray, v: np.ndarray) -> np.ndarray:
+        """(n,) scores of (n, dim) users with (n, dim) items, without the items' bias."""
         if self.head == "dot":
-            return v @ u + bias
+            return (u * v).sum(1)
         if self.head == "mlp":
-            return self._mlp(np.concatenate([np.broadcast_to(u, v.shape), v], 1)) + bias
+            return self._mlp(np.concatenate([u, v], 1))
         half = v.shape[1] // 2
-        product = (v[:, :half] * u[:half]) @ self.arrays["product.weight"][0]
-        pairs = np.concatenate([np.broadcast_to(u[half:], v[:, half:].shape), v[:, half:]], 1)
-        return product + self._mlp(pairs) + bias
+        product = (u[:, :half] * v[:, :half]) @ self.arrays["product.weight"][0]
+        return product + self._mlp(np.concatenate([u[:, half:], v[:, half:]], 1))
 
     def _mlp(self, x: np.ndarray) -> np.ndarray:
         """(items,) outputs of the head's MLP for (items, width) inputs."""
@@ -145,31 +155,75 @@ class Recommendations:
         if number is None:
             shown = ", ".join(self.users[:5])
             raise RecommendationError(f"user {user}: is not in the training data (ids such as {shown})")
-        return self._best(self.scores(number), top, self._had(number))
+        return self._entries(*self.lists([number], top))
 
-    def recommend_to_all(self, top: int) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-        """(user, what `recommend` gives) of every user."""
-        for number, user in enumerate(self.users):
-            yield user, self._best(self.scores(number), top, self._had(number))
+    def lists(self, users: Sequence[int], top: int) -> tuple[np.ndarray, np.ndarray]:
+        """(users, top) numbers of the best items of users by number, the best first, and their scores.
 
-    def for_items(self, items: Sequence[str], top: int) -> list[dict[str, Any]]:
+        Of equal ones the first item comes first. A shorter list ends with -1 and -inf. A list is the same
+        whoever else is asked for with it.
+        """
+        step = max(1, BLOCK // len(self.items))
+        room = np.empty((min(step, len(users)), len(self.items)), self.arrays["items"].dtype)
+        found = []
+        for some in (users[start : start + step] for start in range(0, len(users), step)):
+            taken = [self._had(n) + place * len(self.items) for place, n in enumerate(some)]
+            found.append(self._block(np.array(some), np.concatenate(taken), top, room[: len(some)]))
+        items, scores = map(np.concatenate, zip(*found, strict=True))
+        return items, scores
+
+    def _block(self, users: np.ndarray, taken: np.ndarray, top: int, room: np.ndarray) -> Any:
+        """`lists` of some users by number, who had `taken`. `room`: for (users, items) scores."""
+        return self._by_vectors(self.arrays["users"][users], taken, top, room)
+
+    def _by_vectors(self, u: np.ndarray, taken: np.ndarray, top: int, room: Any = None) -> Any:
+        """`lists` of (n, dim) users by vector.
+
+        A product of matrices rounds as its shape has it, by at most dim * eps * |u| * |v|: the items that
+        this may move into a list are compared by what is computed for each alone.
+        """
+        v, bias = self.arrays["items"], self.arrays["bias"]
+        if self.head == "dot":
+            scores = np.matmul(u.astype(v.dtype), v.T, out=room)  # new memory takes as long again
+            scores += bias
+            size = np.linalg.norm(u, axis=1) * self._longest + np.abs(bias).max()
+            slack = (v.shape[1] + 3) * np.finfo(v.dtype).eps * size
+        else:
+            scores = np.stack([self._pairs(np.broadcast_to(one, v.shape), v) + bias for one in u])
+            slack = ROUNDING * np.abs(scores).max(1)
+
+        def exact(rows: np.ndarray, items: np.ndarray) -> np.ndarray:
+            found = self._pairs(u[rows].astype(np.float64), v[items].astype(np.float64)) + bias[items]
+            return found.astype(np.float32)  # the same for the same pair of vectors, wherever it stands
+
+        return self._top(scores, taken, top, slack, exact)
+
+    @cached_property
+    def _longest(self) -> float:
+        return float(np.linalg.norm(self.arrays["items"], axis=1).max())
+
+    def for_items(
+        self, items: Sequence[str], top: int, quantities: Sequence[float] | None = None
+    ) -> list[dict[str, Any]]:
         """What `recommend` gives, for a user who was not in training and took these items (ids or titles).
 
-        An item counts once however often it is given. It needs an item that tells something, and a head that
-        is a product of two vectors.
+        It needs an item that tells something, and a head that is a product of two vectors. `quantities`
+        weigh the items against each other; without them an item counts once however often it is given.
         """
-        taken = np.array([*dict.fromkeys(self._item_number(item) for item in items)])
-        telling = taken[self._known[taken]]
+        taken, place = np.unique([self._item_number(item) for item in items], return_inverse=True)
+        weights = np.ones(len(taken)) if quantities is None else np.bincount(place, quantities)
+        kept = self._known[taken]
+        telling = taken[kept]
         if not len(telling):
             names = f"item {items[0]}" if len(items) == 1 else f"items {', '.join(items[:3])}"
             raise RecommendationError(
                 f"{names}: {UNTRAINED}, so that nothing is told of a user by it: {WAY_OUT}"
             )
-        return self._best(self._scores_for(telling), top, taken)
+        return self._entries(*self._lists_for(telling, weights[kept], taken, top))
 
-    def _scores_for(self, taken: np.ndarray) -> Any:
-        """(items,) scores for a user who was not in training and took these different items, by number."""
-        return self.arrays["items"] @ self.new_user(taken) + self.arrays["bias"]
+    def _lists_for(self, telling: np.ndarray, weights: np.ndarray, taken: np.ndarray, top: int) -> Any:
+        """`lists` of one user who was not in training, by the different items that tell something of them."""
+        return self._by_vectors(self.new_user(telling, weights)[None], taken, top)
 
     @cached_property
     def _known(self) -> Any:
@@ -181,21 +235,21 @@ class Recommendations:
         silent = [item for item in items if not self._known[self._item_number(item)]]
         return [f"item {item}: {UNTRAINED}: it tells nothing, and is left out" for item in silent]
 
-    def new_user(self, taken: np.ndarray) -> np.ndarray:
+    def new_user(self, taken: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
         """(dim,) the likeliest vector of a user who took these items, by number.
 
         Each item taken has the probability softmax(V u + b), and u itself, before anything is known, the
-        normal distribution of the trained users' vectors.
+        normal distribution of the trained users' vectors. `weights` say how much each item counts against
+        the others; together they count as many as there are items.
         """
         if self.head != "dot":
             raise RecommendationError(
                 f"a new user's vector needs --head dot; this model has --head {self.head}"
             )
-        v, b, users = (self.arrays[name].astype(np.float64) for name in ("items", "bias", "users"))
-        mean, covariance = users.mean(0), np.atleast_2d(np.cov(users.T, ddof=0))
-        scale = covariance.trace() / len(mean) or 1.0
-        precision = np.linalg.inv(covariance + RIDGE * scale * np.eye(len(mean)))
-        observed, count, u = v[taken].sum(0), len(taken), mean
+        v, b = (self.arrays[name].astype(np.float64) for name in ("items", "bias"))
+        mean, precision = self._prior
+        shares = np.ones(len(taken)) if weights is None else weights * len(taken) / weights.sum()
+        observed, count, u = shares @ v[taken], len(taken), mean
 
         def posterior(u: np.ndarray) -> float:
             scores, off = v @ u + b, u - mean
@@ -216,6 +270,14 @@ class Recommendations:
             if np.abs(step).max() <= TOLERANCE:
                 break
         return u
+
+    @cached_property
+    def _prior(self) -> tuple[np.ndarray, np.ndarray]:
+        """(dim,) mean and (dim, dim) precision of the trained users' vectors."""
+        users = self.arrays["users"].astype(np.float64)
+        mean, covariance = users.mean(0), np.atleast_2d(np.cov(users.T, ddof=0))
+        scale = covariance.trace() / len(mean) or 1.0
+        return mean, np.linalg.inv(covariance + RIDGE * scale * np.eye(len(mean)))
 
     def _item_number(self, item: str) -> int:
         numbers = self._numbers_of(item)
@@ -263,41 +325,59 @@ class Recommendations:
             )
         scores = np.where(self._known, self._similarities(number), -np.inf)
         scores[number] = -np.inf
-        return self._best(scores, top)
+        return self._entries(*self._top(scores[None], np.arange(0), top))
 
     def _similarities(self, number: int) -> Any:
         """(items,) how alike each item is to this one."""
         trust = np.where(self.described, 1.0, self.counts / (self.counts + SHRINKAGE))
-        return self._directions @ self._directions[number] * trust
+        return (self._directions * self._directions[number]).sum(1) * trust
 
     @cached_property
     def _directions(self) -> Any:
         """(items, dim) vectors of items with length 1."""
-        v = self.arrays["items"]
+        v = self.arrays["items"].astype(np.float64)
         return v / np.maximum(np.linalg.norm(v, axis=1, keepdims=True), np.finfo(v.dtype).tiny)
 
     def _had(self, user: int) -> np.ndarray:
         """Numbers of the items that a user had, ascending."""
-        had, first = self.arrays["had"], user * len(self.items)
-        start, stop = np.searchsorted(had, [first, first + len(self.items)])
-        return had[start:stop] - first
+        start, stop = self._starts[user : user + 2]
+        return self.arrays["had"][start:stop] - user * len(self.items)
 
-    def _best(self, scores: np.ndarray, count: int, taken: Any = ()) -> list[dict[str, Any]]:
-        """The largest scores, the first item first where two are equal; infinite ones are left out.
+    @cached_property
+    def _starts(self) -> np.ndarray:
+        return np.searchsorted(self.arrays["had"], np.arange(len(self.users) + 1) * len(self.items))
 
-        So are items that were `taken`, unless lists hold those too.
+    def _top(
+        self, scores: np.ndarray, taken: np.ndarray, top: int, slack: Any = 0.0, exact: Any = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """What `lists` gives, by (n, items) scores; infinite ones, and items not offered, are left out.
+
+        So are those `taken` (places in the flattened scores), unless lists hold those too. `exact`: (rows,
+        items) -> scores that are compared in their place, and differ from them by at most `slack` / 2.
         """
-        scores = np.where(self._offered, scores, -np.inf)
-        if len(taken) and not self._with_seen:
-            scores[taken] = -np.inf
-        found = np.arange(len(scores))
-        if count < len(scores):  # to sort all items takes ten times as long
-            found = np.flatnonzero(scores >= np.partition(scores, -count)[-count])
-        best = found[np.argsort(-scores[found], kind="stable")][:count]
+        if not self._offered.all():
+            scores[:, ~self._offered] = -np.inf
+        if not self._with_seen:
+            scores.reshape(-1)[taken] = -np.inf
+        rows, items = _candidates(scores, top, slack)
+        parts = np.array_split(np.arange(len(rows)), 1 + len(rows) // EXACT_AT_A_TIME)
+        values = np.concatenate([exact(rows[n], items[n]) for n in parts]) if exact else scores[rows, items]
+        order = np.lexsort((items, -values, rows))
+        rows, items, values = rows[order], items[order], values[order]
+        place = np.arange(len(rows)) - np.searchsorted(rows, rows)
+        kept = (place < top) & np.isfinite(values)
+        where = rows[kept], place[kept]
+        shape = len(scores), min(top, scores.shape[1])
+        found, best = np.full(shape, -1), np.full(shape, -np.inf)
+        found[where], best[where] = items[kept], values[kept]
+        return found, best
+
+    def _entries(self, items: np.ndarray, scores: np.ndarray) -> list[dict[str, Any]]:
+        """The first list as dictionaries."""
         return [
-            {"item": self.items[i], "title": self.titles[i], "score": float(scores[i])}
-            for i in best.tolist()
-            if np.isfinite(scores[i])
+            {"item": self.items[n], "title": self.titles[n], "score": score}
+            for n, score in zip(items[0].tolist(), scores[0].tolist(), strict=True)
+            if n >= 0
         ]
 
 
@@ -320,14 +400,22 @@ class BaselineRecommendations(Recommendations):
     def scores(self, user: int) -> Any:
         return self._scores_for(self._had(user))
 
-    def _scores_for(self, taken: np.ndarray) -> Any:
+    def _block(self, users: np.ndarray, taken: np.ndarray, top: int, room: np.ndarray) -> Any:
+        return self._top(np.stack([self.scores(n) for n in users.tolist()]), taken, top)
+
+    def _lists_for(self, telling: np.ndarray, weights: np.ndarray, taken: np.ndarray, top: int) -> Any:
+        return self._top(self._scores_for(telling, weights)[None], taken, top)
+
+    def _scores_for(self, taken: np.ndarray, amounts: Any = 1.0) -> Any:
+        """(items,) scores of a user who took these different items, by number."""
         if self.by == POPULARITY:
             return self._kept[POPULARITY].astype(np.float64)
         starts = self._kept["starts"]
-        rows = (np.arange(starts[n], starts[n + 1]) for n in np.sort(taken))
+        rows = [np.arange(starts[n], starts[n + 1]) for n in taken]
         places = np.concatenate([np.arange(0), *rows])
         targets, weights = (self._kept[name][places] for name in ("targets", "values"))
-        return np.bincount(targets, weights, len(self.items))
+        counts = np.repeat(amounts * np.ones(len(taken)), [*map(len, rows)])
+        return np.bincount(targets, weights * counts, len(self.items))
 
     def _similarities(self, number: int) -> Any:
         """(items,) for which an item speaks most: its weights."""
@@ -335,6 +423,29 @@ class BaselineRecommendations(Recommendations):
             raise RecommendationError("popularity knows no items like another: ask by the model, knn or ease")
         scores = self._scores_for(np.array([number]))
         return np.where(scores > 0, scores, -np.inf)
+
+
+def _candidates(scores: np.ndarray, top: int, slack: Any) -> tuple[np.ndarray, np.ndarray]:
+    """(row, item) of the scores that are at most `slack` below the `top` largest of their row, and finite.
+
+    Perhaps of a few more: of `top` groups the largest scores are at least `least`, so that no smaller one
+    is in a list. To sort, or only to part, all scores takes longer than to compute them.
+    """
+    items = scores.shape[1]
+    stripes = STRIPES if items > 4 * STRIPES * top else 1
+    groups = -(-items // stripes)
+    firsts = np.arange(stripes) * groups
+    starts = np.minimum(firsts, items - groups)  # the last stripe overlaps the one before
+    best = scores[:, :groups].copy()
+    for start in starts[1:].tolist():
+        np.maximum(best, scores[:, start : start + groups], out=best)
+    place = groups - min(top, groups)
+    least = np.partition(best, place)[:, place] - slack
+    least = np.maximum(least, np.finfo(scores.dtype).min)[:, None]
+    row, group = np.nonzero(best >= least)
+    item = group[:, None] + starts
+    kept, stripe = np.nonzero((scores[row[:, None], item] >= least[row]) & (item >= firsts))
+    return row[kept], item[kept, stripe]
 
 
 def _as_known(name: str, known: Container[str]) -> str:

@@ -13,7 +13,14 @@ from isobatch.core.errors import UserError
 from isobatch.launch.predicting.predict import Answerer
 from isobatch.launch.predicting.recommend import ListOptions, RecommendOptions, answer, restrict
 from isobatch.launch.predicting.tables import UserReader
-from isobatch.models.recommendation.recommendations import SHRINKAGE, RecommendationError, Recommendations
+from isobatch.models.recommendation import recommendations
+from isobatch.models.recommendation.recommendations import (
+    BASELINES,
+    SHRINKAGE,
+    RecommendationError,
+    Recommendations,
+    open_recommendations,
+)
 from isobatch.tests.unit.test_recommender import recommender
 
 if TYPE_CHECKING:
@@ -50,6 +57,111 @@ def write_model(
 
 
 open_lists = recommender().open_lists
+MANY = 800
+
+
+def write_twins(folder: Path, by: str) -> Recommendations:
+    """MANY items, each of the first 400 with the vector and weights of the one 400 behind it."""
+    write_model(folder)
+    draws, names = np.random.default_rng(2), [f"i{n}" for n in range(MANY)]
+    arrays = {
+        "users": draws.normal(size=(USERS, DIM)),
+        "items": np.tile(draws.normal(size=(400, DIM)), (2, 1)),
+    }
+    arrays |= {"bias": np.tile(draws.integers(3, size=400), 2), "mlp_layers.0.weight": np.eye(12, DIM * 2)}
+    arrays |= {"mlp_layers.0.bias": np.ones(12), "mlp_layers.2.weight": draws.normal(size=(1, 12))}
+    arrays |= {"mlp_layers.2.bias": np.ones(1), "product.weight": np.ones((1, DIM // 2))}
+    if by == "neumf":
+        arrays["mlp_layers.0.weight"] = draws.normal(size=(12, DIM))
+    had = {"had": np.unique(draws.integers(USERS * MANY, size=300))}
+    as_float = {name: np.ascontiguousarray(array, np.float32) for name, array in arrays.items()}
+    save_file({**as_float, **had}, folder / "model.safetensors")
+    known = {"counts": [1] * MANY, "described": [0] * MANY, "users": [f"u{n}" for n in range(USERS)]}
+    (folder / "names.json").write_text(json.dumps({**known, "items": names, "titles": names}))
+    (folder / "config.json").write_text(json.dumps({"head": by if by in ("mlp", "neumf") else "dot"}))
+    kept = {"popularity": np.tile(draws.integers(9, size=400), 2)}
+    for name in ("knn", "ease"):
+        targets = [np.concatenate([t, t + 400]) for t in draws.integers(400, size=(MANY, 4))]
+        weights = [np.tile(w, 2) for w in draws.integers(1, 9, size=(MANY, 4))]
+        kept |= {f"{name}.starts": np.arange(0, 8 * MANY + 1, 8), f"{name}.targets": np.concatenate(targets)}
+        kept[f"{name}.values"] = np.concatenate(weights).astype(np.float16)
+    save_file(kept, folder / "baselines.safetensors")
+    return open_recommendations(folder, by if by in BASELINES else "model")
+
+
+@pytest.mark.parametrize("by", ["dot", "mlp", "neumf", *BASELINES])
+def test_a_list_is_the_same_however_it_is_asked_for_and_of_equal_items_the_first_is_first(
+    by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lists, top = write_twins(tmp_path, by), 6
+    monkeypatch.setattr(recommendations, "BLOCK", 7 * MANY)  # blocks of seven users, and a rest
+    found, scores = lists.lists(range(USERS), top)
+    for user in range(USERS):
+        had = {int(key) - user * MANY for key in lists.arrays["had"] if key // MANY == user}
+        listed = found[user].tolist()
+        assert names(lists.recommend(f"u{user}", top)) == [f"i{n}" for n in listed]
+        assert listed == lists.lists([3, user], top)[0][1].tolist()
+        rank = [(-score, n) for score, n in zip(scores[user].tolist(), listed, strict=True)]
+        assert rank == sorted(rank)
+        left = np.delete(lists.scores(user), [*had])
+        assert scores[user] == pytest.approx(-np.sort(-left)[:top], rel=1e-4, abs=1e-5)
+        for n in {*listed} - had:  # the first of two equal ones, where it was not had
+            assert n < 400 or n - 400 in {*listed} | had
+
+
+def test_guests_have_the_lists_of_what_they_took_and_quantities_weigh_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lists = write_model(tmp_path)
+
+    def asked(name: str, text: str) -> list[dict[str, Any]]:
+        (tmp_path / name).write_text(text)
+        answer(lists, RecommendOptions(guests=str(tmp_path / name), top=4, json=True), [])
+        return json.loads(capsys.readouterr().out)["users"]
+
+    one, two = asked("a.csv", "customer_id,sku\ng,i1\ng,Book 2\nh,i20\nh,new\n")
+    assert (one["user"], one["items"]) == ("g", lists.for_items(["i1", "i2"], 4))
+    assert two["items"] == lists.for_items(["i20"], 4)
+    same = asked("b.jsonl", '{"items": ["i1", "i2"]}\n{"user": "h", "items": ["i20"]}\n')
+    assert [each["items"] for each in same] == [one["items"], two["items"]]
+    equal, _ = asked("c.csv", "user,item,quantity\ng,i1,3\ng,i2,3\nh,i20,1\n")
+    assert equal["items"] == one["items"]
+    weights = np.array([9.0, 1.0])
+    more, even = (lists.new_user(np.array([1, 20]), w) @ lists.arrays["items"][1] for w in (weights, None))
+    assert more > even
+    with pytest.raises(UserError, match=r"d.csv line 2: quantity -1: leave out rows"):
+        asked("d.csv", "user,item,quantity\ng,i1,-1\n")
+    with pytest.raises(UserError, match="has no column user_id"):
+        asked("e.csv", "shopper,item\ng,i1\n")
+    (tmp_path / "basket.csv").write_text("item_id\ni1\nnew\ni2\n")
+    assert answer(lists, RecommendOptions(items=str(tmp_path / "basket.csv"), top=4, json=True), []) == 0
+    assert json.loads(capsys.readouterr().out)["items"] == one["items"]
+
+
+def test_columns_of_a_table_say_what_is_offered(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    table = tmp_path / "products.csv"
+    table.write_text("item_id,stock,price,category\ni4,3,5.5,wine\ni5,0,2,tea\ni6,,1,tea\ni7,9,30,\n")
+    for flags, left in {
+        ("stock > 0", None): {"i4", "i7"},
+        ("stock > 0 and price <= 20", None): {"i4"},
+        ("category == 'tea' or price == 30", None): {"i5", "i6", "i7"},
+        (None, "wine,tea"): {"i7"},
+        ("price < 9", "tea"): {"i4"},
+    }.items():
+        lists = open_lists(tmp_path)
+        choose(lists, only=str(table), where=flags[0], without_category=flags[1])
+        assert set(names(lists.recommend("u1", 99))) == left, flags
+    for where, said in {
+        "stokc > 0": r"--where stokc > 0: 'stokc' is undefined: write columns \(item_id, stock",
+        "category > 0": "write columns",
+        "stock >": "--where stock >: ",
+        "1 // 0": "zero",
+    }.items():
+        with pytest.raises(UserError, match=said):
+            choose(lists, only=str(table), where=where)
+    with pytest.raises(UserError, match="are about a table: name it"):
+        choose(lists, only="i4", without_category="wine")
 
 
 def choose(lists: Recommendations, **flags: Any) -> list[str]:
