@@ -252,9 +252,8 @@ class Task(ABC):
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Named values for --preset: of the recipe and, below the user's own plan flags, of the plan."""
     monitor: tuple[str, str] = ("loss", "min")
-    """The metric that early stopping and the best checkpoint follow; its good direction, min or max."""
-    compared_by: tuple[str, str] | None = None
-    """The metric by which finished runs are compared, as in a sweep, where it is not `monitor`."""
+    """The metric that early stopping and the best checkpoint follow, and by which finished runs are compared;
+    its good direction, min or max."""
     plot_every: int = 0
     """Steps between drawings of the run's figures into plots/, also at the end; 0 draws none unasked."""
     set_beside: ClassVar[tuple[str, ...]] = ()

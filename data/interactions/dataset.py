@@ -39,14 +39,18 @@ class InteractionOptions:
 
     split: Literal["leave-one-out", "last", "time", "users", "given", "none"] | None = None
     """leave-one-out: a user's last is test, the last but one valid. last: a user's last is test, all before
-    is trained on. time: the last fifth of all. users: the last of a fifth of the users, of whom nothing is
-    trained on. none: all of them are trained on, and nothing is measured. By default given where the files
-    are split, else leave-one-out."""
+    is trained on. time: the last tenth of all is test, the tenth before valid. users: the last of a fifth of
+    the users, of whom nothing is trained on. none: all are trained on, and nothing is measured. By default
+    given where the files are split, else leave-one-out."""
     test_input: Literal["all", "train"] = "all"
     """What is known of a user in the test: all that the user had before, or that without the validation item,
     as in the NCF paper."""
-    eval_negatives: int = 99
-    """Unseen items that each held-out one is ranked against; where files name them, theirs are taken."""
+    eval_negatives: int = 0
+    """Rank each held-out item against so many drawn ones too, beside the ranking among all; where files name
+    such items, theirs are taken."""
+    repeats: Literal["once", "all"] = "once"
+    """once: a pair that is repeated counts once, at its last time, and what a user had is no candidate. all:
+    repeats stay, and what a user had may be held out again and stays among the candidates."""
     catalogue: Literal["all", "taken"] = "all"
     """all: every item of the items' table is ranked and recommended. taken: those with an interaction."""
     min_rating: float = 0.0
@@ -67,20 +71,22 @@ class Interactions(TokenizedData):
     """Interactions from MovieLens' files, files of the NCF paper's protocol, tables, or the demo.
 
     Columns: `user`, `item` (n,) int32. Held-out splits also have `inputs` (n,) int32, how many of the user's
-    interactions in time are known, and `rivals` (n, eval_negatives) int32, the negatives that each item is
-    ranked against; -1 stands for none.
+    interactions in time are known, and where negatives were asked for or the data names them `rivals` (n,
+    negatives) int32, those that each item is ranked against; -1 stands for none.
     """
 
     Options: ClassVar[type] = InteractionOptions
-    version: ClassVar[int] = 5
+    version: ClassVar[int] = 6
     cache_name: ClassVar[str] = "data.interactions.Interactions"
     demo_vocabulary_size: ClassVar[int] = 512
 
     def check(self) -> None:
         self._tokenizer_source()
         options = self.options
-        if options.eval_negatives < 1:
-            raise UserError(f"--eval-negatives {options.eval_negatives}: must be at least 1")
+        if options.eval_negatives < 0:
+            raise UserError(
+                f"--eval-negatives {options.eval_negatives}: must be 0, which draws none, or more"
+            )
         path = path_of(self.recipe.data)
         if path is not None:
             for file in self._tables(path):
@@ -159,6 +165,7 @@ class Interactions(TokenizedData):
             "longest_text": int(tokens.lengths.max(initial=1)),
             **self._tokenizer_facts(tokenizer, special),
             "untaken": found.untaken,
+            "repeats": self.options.repeats == "all",
             "notes": [*found.notes, *textless],
         }
 
@@ -182,9 +189,11 @@ class Interactions(TokenizedData):
         )
         inputs = np.diff(starts)
         known = pair_keys(np.repeat(np.arange(len(inputs)), inputs), history, size)
-        rivals = draw_eval_negatives(user, np.union1d(known, keys), size, self.options.eval_negatives)
-        inputs = inputs[user].astype(np.int32)
-        save(folder / TEST, {"user": user, "item": item, "inputs": inputs, "rivals": rivals})
+        columns = {"user": user, "item": item, "inputs": inputs[user].astype(np.int32)}
+        if count := self.options.eval_negatives:
+            no_rivals = keys if self.options.repeats == "all" else np.union1d(known, keys)
+            columns["rivals"] = draw_eval_negatives(user, no_rivals, size, count)
+        save(folder / TEST, columns)
         return {}
 
     def describe_rows(self, facts: Facts, batch: Mapping[str, np.ndarray]) -> list[str]:

@@ -32,7 +32,7 @@ class InteractionLog:
 
 
 USERS_HELD_OUT = 0.1
-"""The shares of all users that are valid, and that are test, in a split by users."""
+"""The shares of users that are valid, and that are test, in a split by users."""
 VALIDATION_ONE_USER_IN = 5
 """Where no validation split is given, one user in this many gives a training interaction to it."""
 TIME_SPLIT_ENDS = (0.8, 0.9)
@@ -90,18 +90,17 @@ def split_last(log: InteractionLog, held_out: Sequence[str]) -> dict[str, Intera
 
 
 def split_users(log: InteractionLog) -> tuple[dict[str, InteractionLog], InteractionLog]:
-    """Of a tenth of the users the last interaction is valid, of another tenth it is test; (the splits, what
-    these users had before). None of theirs is trained on.
+    """Of a tenth of the users with two interactions or more the last is valid, of another tenth test, each at
+    least one user; (the splits, what these users had before). None of theirs is trained on.
     """
-    users = int(log.user.max(initial=0)) + 1
-    place = np.random.Generator(np.random.PCG64(0)).permutation(users) / users
-    held_out = {
-        "valid": place < USERS_HELD_OUT,
-        "test": (place >= USERS_HELD_OUT) & (place < 2 * USERS_HELD_OUT),
-    }
-    parts, before = {"train": log.take(place[log.user] >= 2 * USERS_HELD_OUT)}, []
-    for split, chosen in held_out.items():
-        found = split_last(log.take(chosen[log.user]), [split])
+    counts = np.bincount(log.user)
+    users = np.random.Generator(np.random.PCG64(0)).permutation(np.flatnonzero(counts >= 2))
+    each = max(1, round(USERS_HELD_OUT * len(users))) if len(users) > 2 else 0
+    split_of = np.zeros(len(counts), np.int8)
+    split_of[users[: 2 * each]] = np.repeat((1, 2), each)
+    parts, before = {"train": log.take(split_of[log.user] == 0)}, []
+    for number, split in enumerate(("valid", "test"), 1):
+        found = split_last(log.take(split_of[log.user] == number), [split])
         before.append(found["train"])
         parts[split] = found[split]
     return parts, joined(before)
@@ -117,10 +116,12 @@ def joined(logs: Iterable[InteractionLog]) -> InteractionLog:
 def split_by_time(log: InteractionLog) -> dict[str, InteractionLog]:
     """The earliest 80 % of all interactions are train, the next 10 % valid, the last 10 % test.
 
-    Those at one time are in the order of users and items.
+    Those at the time of a cut come after it, so that no time is in two splits.
     """
     order = np.lexsort((log.item, log.user, log.time))
-    parts = np.split(order, [round(share * len(log)) for share in TIME_SPLIT_ENDS])
+    times = log.time[order]
+    cuts = [times[min(round(share * len(log)), len(log) - 1)] for share in TIME_SPLIT_ENDS]
+    parts = np.split(order, np.searchsorted(times, cuts))
     return {split: log.take(rows) for split, rows in zip(("train", "valid", "test"), parts, strict=True)}
 
 

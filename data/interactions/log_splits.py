@@ -96,8 +96,7 @@ class LogSplits:
         self.before: list[InteractionLog] = []
         """What held-out users had, where it is no training data."""
         self.logs = self._split(parts)
-        if len(self.logs["train"]) == 0:
-            raise UserError(f"--data {recipe.data}: no interactions are left to train on")
+        self._require_held_out()
         self.seen = unique_pair_keys([self.logs["train"]], len(self.items))
         """The `pair_keys` of the training interactions, sorted, each once."""
         self.history, self.starts = self._in_time()
@@ -110,10 +109,18 @@ class LogSplits:
 
     @property
     def protocol(self) -> str:
-        """How the data is split, and how many negatives each held-out item is ranked against."""
-        if self.negatives is None:
-            return f"{self.method}, {self.options.eval_negatives} negatives"
-        return f"{self.method}, {self.negatives.shape[1]} negatives of the data"
+        """How the data is split, what is known of a user, and what each held-out item is ranked against."""
+        options, repeats = self.options, self.options.repeats == "all"
+        said = [self.method]
+        said += ["test input train"] if options.test_input == "train" and "valid" in self.logs else []
+        said += ["repeats all"] if repeats else []
+        if self.negatives is not None:
+            rivals = f"{self.negatives.shape[1]} negatives of the data"
+        elif options.eval_negatives:
+            rivals = f"{options.eval_negatives} negatives"
+        else:
+            rivals = "all items" if repeats else "all items that a user had not"
+        return ", ".join([*said, rivals])
 
     def _read(self, raw: RawInteractions) -> tuple[dict[str, InteractionLog], bool]:
         """(the splits that the data has, without repeats; whether there are times)"""
@@ -134,14 +141,18 @@ class LogSplits:
         if below := rows - sum(map(len, numbered.values())):
             low = f"{below:,} of {rows:,} interactions are rated below --min-rating {least:g}"
             self.notes.append(f"{low}: left out")
-        count = len(self.items)
-        return {s: drop_repeats(log, count, s, self.notes) for s, log in numbered.items()}, has_times
+        if not any(map(len, numbered.values())):
+            raise UserError(f"--data {self.recipe.data}: no interactions are left to train on")
+        return {s: self._without_repeats(log, s) for s, log in numbered.items()}, has_times
+
+    def _without_repeats(self, log: InteractionLog, split: str) -> InteractionLog:
+        return log if self.options.repeats == "all" else drop_repeats(log, len(self.items), split, self.notes)
 
     def _split(self, parts: dict[str, InteractionLog]) -> dict[str, InteractionLog]:
         data, method = self.recipe.data, self.method
         given = "train" in parts
         if method == "none" and given:
-            return {"train": drop_repeats(joined(parts.values()), len(self.items), "all", self.notes)}
+            return {"train": self._without_repeats(joined(parts.values()), "all")}
         if method == "none":
             return {"train": parts["all"]}
         if method == "given":
@@ -162,6 +173,24 @@ class LogSplits:
             return found
         return split_last(parts["all"], ["test"] if method == "last" else ["test", "valid"])
 
+    def _require_held_out(self) -> None:
+        """Leave empty splits out. Raises UserError where none, or nothing to train on, is left."""
+        data, given = self.recipe.data, self.method in ("given", "none")
+        why = {
+            "time": "all are at one time or too few",
+            "users": "it needs three users with two interactions each",
+            "given": "its file holds none",
+        }.get(self.method, "every user has only one")
+        full = [split for split, log in self.logs.items() if len(log)]
+        if len(full) < 2 and not given:
+            said = f"--split {self.method}: nothing of {data} can be held out, as {why}"
+            raise UserError(f"{said}: choose another split, or none, which measures nothing")
+        if "train" not in full:
+            raise UserError(f"--data {data}: no interactions are left to train on")
+        for split in self.logs.keys() - {*full}:
+            self.notes.append(f"{split}: nothing can be held out for it, as {why}")
+            del self.logs[split]
+
     def _in_time(self) -> tuple[np.ndarray, np.ndarray]:
         """Training comes before validation, and that before the test, whatever the times say."""
         parts = [
@@ -176,20 +205,32 @@ class LogSplits:
 
     def _inputs(self, split: str) -> np.ndarray:
         """(users,) how many of each user's interactions, from the first on, are the input for this split."""
-        known = [*self.before, self.logs["train"]]
-        if split == "test" and self.options.test_input == "all" and "valid" in self.logs:
-            known.append(self.logs["valid"])
+        known = [*self.before, *(log for name, log in self.logs.items() if name in self._known_splits(split))]
         return joined(known).counts("user", len(self.users))
+
+    def _known_splits(self, split: str) -> tuple[str, ...]:
+        """The splits that are known of a user in this one."""
+        return ("train", "valid") if split == "test" and self.options.test_input == "all" else ("train",)
+
+    def _no_rivals(self) -> dict[str, np.ndarray]:
+        """Held-out split -> sorted `pair_keys` of what none of its items is ranked against: all that the user
+        had; where repeats stay, what the user has from then on.
+        """
+        held_out, items = [split for split in self.logs if split != "train"], len(self.items)
+        if self.options.repeats == "once" and held_out:
+            return dict.fromkeys(held_out, unique_pair_keys([*self.before, *self.logs.values()], items))
+        known = {split: self._known_splits(split) for split in held_out}
+        later = {s: [log for name, log in self.logs.items() if name not in known[s]] for s in held_out}
+        return {split: unique_pair_keys(logs, items) for split, logs in later.items()}
 
     def _leave_out_users_with_all_items(self) -> None:
         """Nothing is left that their held-out items could be ranked against, unless the data names it."""
         users, items = len(self.users), len(self.items)
-        own = np.repeat(np.arange(users), np.diff(self.starts))
-        self.had = unique_pair_keys([InteractionLog({"user": own, "item": self.history})], items)
-        """The `pair_keys` of all interactions, sorted, each once."""
-        has_all = np.diff(np.searchsorted(self.had, np.arange(users + 1) * items)) == items
+        self.no_rivals = self._no_rivals()
         held_out = [s for s in self.logs if s == "valid" or (s == "test" and self.negatives is None)]
         for split in held_out:
+            keys = self.no_rivals[split]
+            has_all = np.diff(np.searchsorted(keys, np.arange(users + 1) * items)) == items
             kept = ~has_all[self.logs[split].user]
             self.logs[split] = self.logs[split].take(kept)
             if out := int((~kept).sum()):
@@ -197,11 +238,12 @@ class LogSplits:
                     f"{split}: {out:,} of {len(kept):,} held-out interactions are of users who took all"
                     " items: left out, as none is left to rank against"
                 )
-        if has_all.any() and held_out and not any(len(self.logs[s]) for s in self.logs if s != "train"):
+        if self.no_rivals and not any(len(self.logs[split]) for split in self.no_rivals):
             raise UserError(
                 f"--data {self.recipe.data}: each held-out user took all {items:,} items, so that none is"
                 " left to rank against: add those that nobody took (a table items), or give --split none"
             )
+        self.logs = {split: log for split, log in self.logs.items() if len(log)}
 
     def _split_notes(self) -> Iterator[str]:
         """Notes on held-out users and items that training lacks, and on pairs that are in training too."""
@@ -224,13 +266,15 @@ class LogSplits:
                     yield f"{split}: {same:,} of {len(log):,} interactions are in train too"
 
     def columns(self) -> dict[str, Columns]:
-        """Split -> `user`, `item`, and of a held-out split `inputs` and `rivals`."""
+        """Split -> `user`, `item`, and of a held-out split `inputs` and perhaps `rivals`."""
         found: dict[str, Columns] = {}
         for split, log in self.logs.items():
             found[split] = {"user": log.user, "item": log.item}
             if split != "train":
                 inputs = self._inputs(split)[log.user].astype(np.int32)
-                found[split] |= {"inputs": inputs, "rivals": self._rivals(split, log)}
+                found[split]["inputs"] = inputs
+                if self.options.eval_negatives or (split == "test" and self.negatives is not None):
+                    found[split]["rivals"] = self._rivals(split, log)
         return found
 
     def _rivals(self, split: str, log: InteractionLog) -> np.ndarray:
@@ -238,7 +282,7 @@ class LogSplits:
         if split == "test" and self.negatives is not None:
             return self._given_rivals(self.negatives, log)
         count = self.options.eval_negatives
-        drawn = draw_eval_negatives(log.user, self.had, len(self.items), count)
+        drawn = draw_eval_negatives(log.user, self.no_rivals[split], len(self.items), count)
         if short := int((drawn == MISSING).any(1).sum()):
             few = f"{split}: {short} users have fewer than {count} unseen items"
             self.notes.append(f"{few}: theirs are ranked against those there are")

@@ -80,7 +80,7 @@ class Table:
                 f"{self.name}: its {name}s hold {odd!r}: give numbers{NUMBERS[name]}, or leave the column"
                 f" {self.columns[name]} out"
             )
-        empty = values.is_null(nan_is_null=name not in NUMBERS).to_numpy(zero_copy_only=False)
+        empty = values.is_null(nan_is_null=name != "rating").to_numpy(zero_copy_only=False)
         if empty.any():
             row = before + int(empty.argmax()) + 1
             raise UserError(f"{self.name} row {row}: has no {name}: fill it in, or leave the row out")

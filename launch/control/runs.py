@@ -184,7 +184,7 @@ def main_metric(recipe: Recipe, summary: Mapping[str, Any]) -> str:
         with contextlib.suppress(UserError):  # code that came with the run, or values of another version
             task, _ = workload_of(recipe).make(recipe)
             if not (isinstance(task, MonitorsByData) and "monitor" in summary):
-                return (task.compared_by or task.monitor)[0]
+                return task.monitor[0]
     return str(summary.get("monitor", "loss"))
 
 

@@ -76,24 +76,37 @@ def table_beside(metrics: Mapping[str, Any], task: str) -> tuple[list[list[str]]
     each; and the other metrics. No table where fewer than two have a row.
     """
     beside = workload(task).task.set_beside if task in TASKS else ()
-    versions: dict[str, dict[str, Any]] = {}
+    versions: dict[str, dict[str, str]] = {}
     for name in metrics:
-        others = ((p, name.removeprefix(f"{p}_")) for p in beside if name.startswith(f"{p}_"))
-        prefix, own = next((found for found in others if found[1] in metrics), ("", name))
-        versions.setdefault(prefix, {})[own] = metrics[name]
+        prefix, own = _version(name, metrics, beside)
+        versions.setdefault(prefix, {})[own] = name
+    least = max(2, len(versions) / 2)
     common = [
         name
         for name in versions.get("", {})
-        if 2 * sum(name in row for row in versions.values()) > len(versions)
+        if sum(name in row for row in versions.values()) >= least and type(metrics[name]) is float
     ]
-    if len(versions) < 3:
+    if not common:
         return [], dict(metrics)
     rows = [
-        [_version_in_words(prefix), *(_figure(row.get(name), "{:.4f}".format) for name in common)]
+        [_version_in_words(prefix), *(_figure(metrics.get(row.get(n, "")), "{:.4f}".format) for n in common)]
         for prefix, row in versions.items()
     ]
-    inside = {f"{prefix}_{name}".lstrip("_") for prefix in versions for name in common}
+    inside = {row[name] for row in versions.values() for name in common if name in row}
     return [["", *common], *rows], {n: value for n, value in metrics.items() if n not in inside}
+
+
+def _version(name: str, metrics: Mapping[str, Any], beside: Sequence[str]) -> tuple[str, str]:
+    """(whose metric it is, the model's own that it stands below); `full_` leads the name of both, or of one
+    where `hr@10` and `full_hr@10` differ.
+    """
+    for prefix in (p for p in beside if name.startswith(f"{p}_")):
+        own = name.removeprefix(f"{prefix}_")
+        if own in metrics:
+            return prefix, own
+        if prefix.startswith("full_") and f"full_{own}" in metrics:
+            return prefix.removeprefix("full_"), f"full_{own}"
+    return "", name
 
 
 def _version_in_words(prefix: str) -> str:

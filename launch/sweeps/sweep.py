@@ -61,7 +61,7 @@ def train_sweep(points: Sequence[Point], options: AutoOptions) -> int:
         trained.append(Trained(values=values, folder=run.folder, code=verdict.code, metrics=metrics))
     task, _ = first.workload.make(first.recipe)
     done = next((RunFolder.open(one.folder) for one in trained if one.code == DONE), None)
-    found = summary(trained, *(task.compared_by or (monitor_of(task, done.facts) if done else task.monitor)))
+    found = summary(trained, *(monitor_of(task, done.facts) if done else task.monitor))
     path = _folder(points) / FILE_NAME
     atomic_files.write_json(path, found)
     print_answer(found, f"{format_sweep(found)}\nall figures: {path}", options.json)

@@ -6,8 +6,7 @@ items for each item. What is measured is what is kept.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
     from isobatch.models.base import Batch
 
     Batches = Callable[[], Iterable[Batch]]
-    Scorer = Callable[[Tensor, Tensor], Tensor]
-    """(B,) users, of whom the first (B,) interactions are known -> (B, items) scores in host memory."""
 
 METRICS = ("hr", "ndcg", "mrr")
 MAX_ITEMS = 10_000
@@ -43,8 +40,6 @@ EASE_WEIGHTS = 1024
 """Weights that EASE keeps of each item: what this and other cuts cost is in benchmarks/LOG.md."""
 KNN_SHRINKAGES = (10.0, 100.0)
 """Added to the denominator of a cosine, so that a few users in common count little."""
-BATCHES_AT_ONCE = 16
-"""Batches of held-out rows that are ranked together."""
 NEIGHBOURS = 100
 """Most similar items that item-kNN keeps of each item."""
 
@@ -74,15 +69,6 @@ class ItemWeights(NamedTuple):
         found = torch.zeros(len(rows), len(rows))
         found[torch.repeat_interleave(rows, self.starts.diff()), self.targets.long()] = self.values.float()
         return found
-
-
-class Ranked(NamedTuple):
-    """How something ranks held-out rows."""
-
-    figures: dict[str, float]
-    """hr@k, ndcg@k and mrr@k among the sampled negatives and (`full_`) all new items; coverage@k."""
-    full_ndcg: Tensor
-    """(rows,) fp64."""
 
 
 def ease_weights(gram: Tensor, l2: float) -> Tensor:
@@ -129,7 +115,7 @@ def final_figures(
     fitted, best = _fitted(net, validation, k), MODEL
     found: dict[str, Any] = {f"{name}_{FITS[name].setting}": one.value for name, one in fitted.items()}
     if validation is not None:
-        own = {n: _measure(net, s, validation(), k).figures for n, s in _scorers(net, {}).items()}
+        own = {n: ranking.measure(net, s, validation(), k).figures for n, s in _scorers(net, {}).items()}
         ndcg = {name: figures[f"full_ndcg@{k}"] for name, figures in own.items()}
         ndcg |= {name: one.full_ndcg for name, one in fitted.items()}
         best = found["best_on_validation"] = max(ndcg, key=lambda name: ndcg[name])
@@ -158,7 +144,7 @@ def _fitted(net: Any, validation: Batches | None, k: int) -> dict[str, TriedSett
         for value in fit.values if validation else fit.values[:1]:
             doing(f"fitting {BASELINES[name]}, {fit.setting} {value:g}")
             scorer = _linear_scorer(net, weights := fit.make(gram, value))
-            figures = _measure(net, scorer, validation(), k).figures if validation else {}
+            figures = ranking.measure(net, scorer, validation(), k).figures if validation else {}
             tried.append(TriedSetting(figures.get(f"full_ndcg@{k}", 0.0), value, weights))
         found[name] = max(tried, key=lambda one: one.full_ndcg)
     return found
@@ -169,15 +155,19 @@ def kept_metrics(net: Any, final: Path, batches: Batches, k: int) -> dict[str, A
     """How the baselines in `final` rank, and 95 % intervals of their full_ndcg less the model's."""
     doing("measuring baselines beside the model")
     net.eval()
-    users = torch.cat([batch["user"].long() for batch in batches()])
-    ranked = {n: _measure(net, s, batches(), k) for n, s in _scorers(net, _read(final)).items()}
-    found: dict[str, Any] = {"held_out_users": len(users.unique())}
+    user, item = (torch.cat([batch[name].long() for batch in batches()]) for name in ("user", "item"))
+    ranked = {n: ranking.measure(net, s, batches(), k) for n, s in _scorers(net, _read(final)).items()}
+    found: dict[str, Any] = {"held_out_users": len(user.unique())}
+    cold = {"cold_users": user[net.trained.cpu()[user] == 0], "cold_items": item[net.counts.cpu()[item] == 0]}
+    found |= {name: len(ids.unique()) for name, ids in cold.items() if len(ids)}
+    evaluated = {f"{way}{m}@{k}" for way in ("", "full_") for m in METRICS}
     for name, (figures, full_ndcg) in ranked.items():
         prefix = "" if name == MODEL else f"{name}_"
-        found[f"{prefix}coverage@{k}"] = figures[f"coverage@{k}"]
-        if name not in (MODEL, POPULARITY):  # their other metrics are those of any evaluation
-            found |= {f"{p}{prefix}{m}@{k}": figures[f"{p}{m}@{k}"] for p in ("", "full_") for m in METRICS}
-        interval = paired_interval(full_ndcg - ranked[MODEL].full_ndcg, users)
+        for figure, value in figures.items():
+            if name not in (MODEL, POPULARITY) or figure not in evaluated:
+                way = "full_" * figure.startswith("full_")
+                found[f"{way}{prefix}{figure.removeprefix(way)}"] = value
+        interval = paired_interval(full_ndcg - ranked[MODEL].full_ndcg, user)
         if name != MODEL and interval is not None:
             found[f"full_{prefix}ndcg@{k}_difference_ci95"] = interval
     return found
@@ -202,7 +192,7 @@ def _read(final: Path) -> dict[str, ItemWeights]:
     return {n: ItemWeights(*(arrays[f"{n}.{part}"] for part in ItemWeights._fields)) for n in names}
 
 
-def _scorers(net: Any, kept: Mapping[str, ItemWeights]) -> dict[str, Scorer]:
+def _scorers(net: Any, kept: Mapping[str, ItemWeights]) -> dict[str, ranking.Scorer]:
     device = net.seen.device
     return {
         MODEL: lambda user, inputs: (
@@ -213,37 +203,9 @@ def _scorers(net: Any, kept: Mapping[str, ItemWeights]) -> dict[str, Scorer]:
     }
 
 
-def _linear_scorer(net: Any, weights: ItemWeights) -> Scorer:
+def _linear_scorer(net: Any, weights: ItemWeights) -> ranking.Scorer:
     matrix = weights.dense()
     return lambda user, inputs: input_matrix(net, user, inputs) @ matrix
-
-
-def _measure(net: Any, scorer: Scorer, batches: Iterable[Batch], k: int) -> Ranked:
-    sampled, full = [], []
-    listed = torch.zeros(len(net.item_text), dtype=torch.bool)
-    for batch in _joined(batches):
-        for chunk in ranking.chunks(net, batch):
-            users, rows = chunk["user"].long().unique(return_inverse=True)
-            inputs = torch.empty_like(users).scatter_(0, rows, chunk["inputs"].long())  # the same for a user
-            scores, others = scorer(users, inputs)[rows], ranking.new_items(net, chunk)
-            one, two = ranking.ranks_of_held_out(chunk, scores, others)
-            sampled.append(one.double())
-            full.append(two.double())
-            others.scatter_(1, chunk["item"].long()[:, None], True)
-            best = scores.masked_fill(~others, -torch.inf).topk(min(k, len(listed)))
-            listed[best.indices[best.values > -torch.inf]] = True
-    figures = {f"coverage@{k}": float(listed.double().mean())}
-    for name, rank in (("", torch.cat(sampled)), ("full_", torch.cat(full))):
-        gains = ranking.gains(rank, k)
-        figures |= {f"{name}{metric}@{k}": float(gain.mean()) for metric, gain in gains.items()}
-    return Ranked(figures, gains["ndcg"])
-
-
-def _joined(batches: Iterable[Batch]) -> Iterator[Batch]:
-    """The same rows in larger batches: a user's scores are then computed once for many of his rows."""
-    waiting = iter(batches)
-    while some := list(itertools.islice(waiting, BATCHES_AT_ONCE)):
-        yield {name: torch.cat([batch[name] for batch in some]) for name in some[0]}
 
 
 def paired_interval(differences: Tensor, users: Tensor) -> list[float] | None:
@@ -263,9 +225,11 @@ def paired_interval(differences: Tensor, users: Tensor) -> list[float] | None:
 
 def input_matrix(net: Any, user: Tensor, inputs: Tensor) -> Tensor:
     """(B, items), sparse: 1 where an item is among the first `inputs` (B,) interactions of (B,) users."""
-    places = torch.stack(net.interactions(user.to(net.seen.device), inputs.to(net.seen.device))).cpu()
-    size, ones = (len(user), len(net.item_text)), torch.ones(places.shape[1])
-    return torch.sparse_coo_tensor(places, ones, size, check_invariants=False)
+    rows, items = net.interactions(user.to(net.seen.device), inputs.to(net.seen.device))
+    size = len(user), len(net.item_text)
+    pairs = (rows * size[1] + items).unique().cpu()
+    places = torch.stack((pairs // size[1], pairs % size[1]))
+    return torch.sparse_coo_tensor(places, torch.ones(len(pairs)), size, check_invariants=False)
 
 
 def gram_matrix(net: Any) -> Tensor:

@@ -71,6 +71,8 @@ class RecommenderNet(nn.Module):
         self.trained: Tensor
         self.counts: Tensor
         """(items,) number of training interactions."""
+        self.repeats = False
+        """Whether what a user had may come again, and stays among the candidates of a ranking."""
         self.encoder = encoder
         self.text_vectors_fixed = False
         """Whether training uses `text_vectors` too, so that the encoder gets no gradient."""
@@ -190,10 +192,8 @@ class RecommenderNet(nn.Module):
         """(rows, items) of the first `counts` (B,) interactions of (B,) users, or of all; rows are 0..B-1."""
         first = self.starts[user]
         counts = self.starts[user + 1] - first if counts is None else counts.long()
-        rows = torch.repeat_interleave(torch.arange(len(user), device=user.device), counts)
-        start = torch.cumsum(counts, 0) - counts
-        position = torch.arange(len(rows), device=user.device) - start[rows] + first[rows]
-        return rows, self.history[position].long()
+        rows, positions = spans(first, counts)
+        return rows, self.history[positions].long()
 
     @torch.no_grad()
     def all_vectors(self) -> tuple[Tensor, Tensor]:
@@ -201,6 +201,13 @@ class RecommenderNet(nn.Module):
         device = self.user_text.device
         users, items = (torch.arange(len(t), device=device) for t in (self.user_text, self.item_text))
         return self._fused_vectors(users, items)
+
+
+def spans(first: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """(row, position) of each of `counts` (B,) neighbours from the position `first` (B,) on, row by row."""
+    rows = torch.repeat_interleave(torch.arange(len(first), device=first.device), counts)
+    start = torch.cumsum(counts, 0) - counts
+    return rows, torch.arange(len(rows), device=first.device) - start[rows] + first[rows]
 
 
 def _fusion(dim: int) -> nn.Linear:

@@ -99,7 +99,8 @@ class Recommendations:
         self.described = np.array(names["described"], bool)
         """(items,) whether the model reads a text of the item."""
         self._offered = np.ones(len(self.items), bool)
-        self._with_seen = False
+        self._with_seen = self._repeats = bool(names.get("repeats"))
+        """Whether lists hold what the user had, as where repeated interactions were trained on."""
 
     def restrict(
         self, only: Sequence[str] | None = None, without: Sequence[str] = (), with_seen: bool = False
@@ -113,7 +114,7 @@ class Recommendations:
             self._offered[:] = False
             self._offered[known[0]] = True
         self._offered[known[1]] = False
-        self._with_seen = with_seen
+        self._with_seen = with_seen or self._repeats
         return [name for name in (*(only or ()), *without) if not self._numbers_of(name)]
 
     @property

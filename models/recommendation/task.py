@@ -83,9 +83,9 @@ class RecommenderOptions:
 class Recommender(Task):
     """Learns from pairs of users and items that they took, against items that they did not take.
 
-    Metrics: hit rate, NDCG and reciprocal rank at k of held-out items among the sampled negatives `rivals`
-    (hr@10, ndcg@10, mrr@10), and among all items that the user had not, in any split (full_...); beside them
-    those of baselines, by the same protocol.
+    Metrics: hit rate, NDCG and reciprocal rank at k of held-out items among all items that the user had not,
+    in any split (full_hr@10, full_ndcg@10, full_mrr@10), and, where the data has such, among the sampled
+    negatives `rivals` (hr@10, ...); beside them those of baselines, by the same protocol.
     """
 
     Options: ClassVar = RecommenderOptions
@@ -115,10 +115,8 @@ class Recommender(Task):
     def __init__(self, recipe: Recipe, options: Any) -> None:
         super().__init__(recipe, options)
         self.cohort = options.cohort or 1
-        self.monitor = (f"ndcg@{options.top_k}", "max")
-        # Among all items, by which baselines are judged too: the sampled one may order models otherwise
-        # (Krichene and Rendle 2020).
-        self.compared_by = (f"full_ndcg@{options.top_k}", "max")
+        # Among all items: the sampled one may order models otherwise (Krichene and Rendle 2020).
+        self.monitor = (f"full_ndcg@{options.top_k}", "max")
 
     def phases(self) -> list[Phase]:
         lora = Phase(name="lora", epochs=1.0, lr=self.options.lora_lr, share=0.25)
@@ -197,7 +195,9 @@ class Recommender(Task):
         self._text_cache = Path(facts.folder) / TEXT_CACHE_FOLDER
         layers = model_size.parse_layer_widths(options.layers)
         bias = options.loss == "bce"  # of probabilities, which need to know how many items a user takes
-        return RecommenderNet(catalogue, options.dim, layers, options.head, encoder, user_bias=bias)
+        net = RecommenderNet(catalogue, options.dim, layers, options.head, encoder, user_bias=bias)
+        net.repeats = bool(facts.extra.get("repeats"))
+        return net
 
     def _build_encoder(self, facts: Facts, catalogue: Any) -> Any:
         from transformers import AutoConfig
@@ -326,6 +326,7 @@ class Recommender(Task):
         save_file(vectors, folder / recommendations.VECTORS_FILE)
         described = (model.item_text >= 0) & (model.encoder is not None)
         told = {"counts": model.counts.tolist(), "described": described.long().tolist()}
+        told |= {"repeats": model.repeats}
         names = {**catalogue.read_names(facts.folder), **told}
         (folder / recommendations.NAMES_FILE).write_text(json.dumps(names, ensure_ascii=False))
         config = {"model_type": "isobatch-recommender", "head": model.head}

@@ -37,11 +37,14 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_both_phases_run_and_say_how_they_were_measured(home: Path) -> None:
     found = summary(home / "runs" / "one")["metrics"]
-    assert found["protocol"] == "leave-one-out, 99 negatives of 400 items, 34 taken by nobody"
-    figures = "hr ndcg mrr full_hr popularity_hr ease_hr full_knn_ndcg coverage ease_coverage"
+    assert found["protocol"] == (
+        "leave-one-out, all items that a user had not of 400 items, 34 taken by nobody"
+    )
+    assert not any(name.startswith(("hr", "popularity_hr", "ease_ndcg")) for name in found)
+    figures = "full_hr full_ndcg full_mrr full_popularity_hr full_knn_ndcg coverage ease_coverage"
     for name in (f"{kind}@10" for kind in figures.split()):
         assert 0 < found[name] < 1, name
-    assert found["hr@10"] > 1.2 * found["popularity_hr@10"]
+    assert found["full_hr@10"] > 1.2 * found["full_popularity_hr@10"]
     assert {r["phase"] for r in rows(home / "runs" / "one")} == {"frozen", "lora"}
 
 
@@ -52,7 +55,9 @@ def test_more_processes_learn_the_same(processes: int, home: Path) -> None:
     succeed(*SHORT, "--name", name, "--processes", str(processes), "--again", cwd=home)
     one, many = home / "runs" / "one", home / "runs" / name
     assert furthest(figure(one), figure(many)) < 1e-4
-    assert summary(one)["metrics"]["hr@10"] == pytest.approx(summary(many)["metrics"]["hr@10"], abs=0.005)
+    assert summary(one)["metrics"]["full_hr@10"] == pytest.approx(
+        summary(many)["metrics"]["full_hr@10"], abs=0.005
+    )
     succeed("verify", str(many), cwd=home)
 
 
@@ -95,7 +100,7 @@ def test_other_heads_and_losses_learn(head: str, loss: str, home: Path) -> None:
     flags = ["--head", head, "--loss", loss, "--text", "off", "--epochs", "8", "--name", name, "--quiet"]
     succeed("auto", "--task", "recommender", *flags, cwd=home)
     found = summary(home / "runs" / name)["metrics"]
-    assert found["hr@10"] > found["popularity_hr@10"]
+    assert found["full_hr@10"] > found["full_popularity_hr@10"]
     listed = succeed("recommend", f"runs/{name}", "--user", "0", "--top", "3", cwd=home)
     assert len(listed.stdout.splitlines()) == 3
 
@@ -119,8 +124,8 @@ def test_a_bare_table_is_enough(tmp_path: Path) -> None:
     assert "the last in the file" in done.stderr
     assert done.stderr.count("valid after step") > 1
     metrics = summary(tmp_path / "runs" / "bare")["metrics"]
-    assert 0 <= metrics["hr@10"] <= 1
-    assert 0 <= metrics["popularity_hr@10"] <= 1
+    assert 0 <= metrics["full_hr@10"] <= 1
+    assert 0 <= metrics["full_popularity_hr@10"] <= 1
 
 
 def test_shards_are_refused(home: Path) -> None:

@@ -80,8 +80,8 @@ def test_settings_are_chosen_on_validation_alone(tmp_path: Path) -> None:
         scores = (
             torch.from_numpy(interactions(model)).float() @ baselines.ease_weights(gram, l2).half().float()
         )
-        others = ranking.new_items(model, VALID)
-        _, ranks = ranking.ranks_of_held_out(VALID, scores[VALID["user"]], others)
+        others = ranking.candidates(model, VALID["user"], VALID["inputs"])
+        ranks = ranking.ranks_of_held_out(VALID, scores[VALID["user"]], others)["full_"]
         full[l2] = float(ranking.gains(ranks.double(), 3)["ndcg"].mean())
     assert full[found["ease_lambda"]] == max(full.values())
     untuned = baselines.final_figures(model, tmp_path, lambda: [TEST], None, 3)
@@ -174,7 +174,7 @@ def test_rows_are_ranked_alike_however_they_are_batched(
     at_once = baselines.kept_metrics(model, tmp_path, lambda: [held_out(user, item)], 3)
     one_by_one = [held_out([u], [i]) for u, i in zip(user, item, strict=True)]
     joined = baselines.kept_metrics(model, tmp_path, lambda: one_by_one, 3)
-    monkeypatch.setattr(baselines, "BATCHES_AT_ONCE", 1)
+    monkeypatch.setattr(ranking, "BATCHES_AT_ONCE", 1)
     singly = baselines.kept_metrics(model, tmp_path, lambda: one_by_one, 3)
     assert singly.keys() == at_once.keys()
     for name, figure in at_once.items():

@@ -151,12 +151,12 @@ def test_a_recommender_shows_its_held_out_curve(tmp_path: Path) -> None:
     rates = {"samples_per_second": 160.0, "tokens_per_second": 160.0, "padding": 0.0, "lr": 1e-3}
     with made.metrics.open("w") as stream:
         for step in (10, 20, 30):
-            held_out = {"split": "valid", "ndcg@10": step / 100}
+            held_out = {"split": "valid", "full_ndcg@10": step / 100}
             for row in ({"loss": 1.0, **rates}, held_out):
                 stream.write(json.dumps({"phase": "ids", "step": step, **row}) + "\n")
     found = records(made, tmp_path)
-    assert found["evaluations"]["ndcg@10"] == [0.1, 0.2, 0.3]
-    assert list(training_panels([found])) == ["loss", "ndcg@10"]
+    assert found["evaluations"]["full_ndcg@10"] == [0.1, 0.2, 0.3]
+    assert list(training_panels([found])) == ["loss", "full ndcg@10"]
     summary = {"remark": "EASE is better: `isobatch recommend runs/shop --by ease`", "status": "done"}
     (made.folder / "summary.json").write_text(json.dumps(summary))
     records(made, tmp_path)
