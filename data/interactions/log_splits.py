@@ -139,10 +139,10 @@ class LogSplits:
         numbered = {s: renumbered(log, of_users, of_items, least) for s, log in logs.items()}
         rows = sum(map(len, logs.values()))
         if below := rows - sum(map(len, numbered.values())):
+            if below == rows:
+                raise UserError(f"--min-rating {least:g}: all {rows:,} ratings are below: give a lower one")
             low = f"{below:,} of {rows:,} interactions are rated below --min-rating {least:g}"
             self.notes.append(f"{low}: left out")
-        if not any(map(len, numbered.values())):
-            raise UserError(f"--data {self.recipe.data}: no interactions are left to train on")
         return {s: self._without_repeats(log, s) for s, log in numbered.items()}, has_times
 
     def _without_repeats(self, log: InteractionLog, split: str) -> InteractionLog:
@@ -175,19 +175,15 @@ class LogSplits:
 
     def _require_held_out(self) -> None:
         """Leave empty splits out. Raises UserError where none, or nothing to train on, is left."""
-        data, given = self.recipe.data, self.method in ("given", "none")
-        why = {
-            "time": "all are at one time or too few",
-            "users": "it needs three users with two interactions each",
-            "given": "its file holds none",
-        }.get(self.method, "every user has only one")
+        data, why = self.recipe.data, "no user has enough interactions"
+        why = {"time": "all are at one time or too few", "given": "its file holds none"}.get(self.method, why)
         full = [split for split, log in self.logs.items() if len(log)]
-        if len(full) < 2 and not given:
+        if self.method not in ("given", "none") and ("train" not in full or len(full) < 2):
             said = f"--split {self.method}: nothing of {data} can be held out, as {why}"
             raise UserError(f"{said}: choose another split, or none, which measures nothing")
         if "train" not in full:
             raise UserError(f"--data {data}: no interactions are left to train on")
-        for split in self.logs.keys() - {*full}:
+        for split in [split for split in self.logs if split not in full]:
             self.notes.append(f"{split}: nothing can be held out for it, as {why}")
             del self.logs[split]
 

@@ -224,8 +224,10 @@ def test_the_demo_is_the_same_everywhere_and_its_words_tell_of_tastes() -> None:
     assert zlib.crc32(pairs.tobytes()) == 773680649
     assert facts.samples == {"train": 11181, "valid": 600, "test": 600}
     assert not splits["test"]["rivals"].min() < 0
+    assert "rivals" not in made("demo", eval_negatives=0)[1]["test"]
 
 
+LOG = "interactions.csv"
 ALL_TAKEN = "user,item\n" + "".join(f"{user},{item}\n" for user in "ab" for item in "xyz")
 REFUSED: list[tuple[Callable[[Path], Path], str, str, dict[str, Any], str]] = [
     (ml_1m, "ratings.dat", "1::10::5::100\n1::20::3\n1::30::4::200\n", {}, "ratings.dat line 2: "),
@@ -236,6 +238,18 @@ REFUSED: list[tuple[Callable[[Path], Path], str, str, dict[str, Any], str]] = [
     (ncf, "x.test.negative", "(0,2)\t3\t4\n(5,2)\t1\t4\n", {}, "its rows are not those of the test file"),
     (tables, "interactions.csv", "user,item\n1,2\n1,3\n", {"split": "time"}, "--split time: .* no times"),
     (ncf, "", "", {"split": "time"}, "--split time: .* is split already"),
+    (tables, LOG, "user,item\n1,2\n2,3\n", {}, "leave-one-out: nothing .* no user has enough interactions"),
+    (tables, LOG, "user,item\n1,2\n1,3\n2,4\n2,5\n", {"split": "users"}, "--split users: nothing"),
+    (tables, LOG, "user,item,time\n1,2,7\n1,3,7\n2,3,7\n", {"split": "time"}, "all are at one time"),
+    (
+        tables,
+        LOG,
+        "user,item,time\n1,2,soon\n1,3,late\n",
+        {},
+        "its times hold 'soon': give numbers, or dates",
+    ),
+    (tables, LOG, "user,item,rating\n1,2,-1\n1,3,-2\n", {}, "--min-rating 0: all 2 ratings are below"),
+    (tables, "", "", {"eval_negatives": -1}, "--eval-negatives -1: must be 0"),
 ]
 
 
@@ -281,6 +295,20 @@ def test_a_fault_behind_the_first_megabyte_is_named_by_its_line(tmp_path: Path) 
     (tmp_path / "log.csv").write_text("\n".join(["user,item,timestamp", *lines, "1,,7"]))
     with pytest.raises(UserError, match=r"log.csv row 120001: has no item"):
         made(tmp_path / "log.csv")
+
+
+def test_no_time_is_on_both_sides_of_a_cut_and_some_users_are_always_held_out(tmp_path: Path) -> None:
+    days = [n // 7 for n in range(70)]  # the cuts fall on days 8 and 9, of 56 and 63 interactions before
+    for shift in range(4):
+        rows = [f"{n % 9},{n % 11},{day}" for n, day in enumerate(days[shift:])]
+        (tmp_path / "log.csv").write_text("\n".join(["user,item,time", *rows]))
+        _, splits = made(tmp_path / "log.csv", split="time", repeats="all")
+        sizes = [len(splits[name]["user"]) for name in ("train", "valid", "test")]
+        assert sizes[1:] == [7, 7]
+    lines = ["user,item", *(f"u{n},i{item + n}" for n in range(5) for item in range(1 + 2 * (n < 3)))]
+    (tmp_path / "few.csv").write_text("\n".join(lines))
+    _, splits = made(tmp_path / "few.csv", split="users")
+    assert [len(splits[name]["user"]) for name in ("train", "valid", "test")] == [5, 1, 1]
 
 
 WAYS = {"leave-one-out": {"valid": -2, "test": -1}, "last": {"test": -1}}
