@@ -20,8 +20,8 @@ from isobatch.data.base import TEST, Columns, Ragged, save, save_array
 from isobatch.data.corpora import DEMO
 from isobatch.data.digests import file_hash
 from isobatch.data.interactions import demo, formats, movielens
-from isobatch.data.interactions.log import MISSING, draw_eval_negatives, pair_keys
-from isobatch.data.interactions.log_splits import LogSplits, Numbering, read_log
+from isobatch.data.interactions.log import MISSING, are_in, draw_eval_negatives, pair_keys
+from isobatch.data.interactions.log_splits import LogSplits, Numbering, read_log, renumbered
 from isobatch.data.tokenized import TOKENIZER_FILE, TokenizedData, path_of
 
 if TYPE_CHECKING:
@@ -178,20 +178,24 @@ class Interactions(TokenizedData):
             np.array([known.get(name, MISSING) for name in ids.names], np.int32)
             for known, ids in ((place["users"], users), (place["items"], items))
         )
-        user, item, size = of_user[log.user], of_item[log.item], len(names["items"])
+        log, size = renumbered(log, of_user, of_item, self.options.min_rating), len(names["items"])
+        user, item = log.user, log.item
         known = (user != MISSING) & (item != MISSING)
         if not known.any():
             raise UserError(f"--test {self.recipe.data}: no row has a user and an item that the run knows")
         keys = np.unique(pair_keys(user[known], item[known], size))
         user, item = (part.astype(np.int32) for part in np.divmod(keys, size))
-        history, starts = (
-            np.load(Path(facts.folder) / CATALOGUE / f"{n}.npy") for n in ("history", "starts")
-        )
-        inputs = np.diff(starts)
-        known = pair_keys(np.repeat(np.arange(len(inputs)), inputs), history, size)
+        arrays = ("history", "starts", "trained")
+        history, starts, trained = (np.load(Path(facts.folder) / CATALOGUE / f"{n}.npy") for n in arrays)
+        inputs, once = np.diff(starts), self.options.repeats == "once"
+        owner = np.repeat(np.arange(len(inputs)), inputs)
+        had, position = pair_keys(owner, history, size), np.arange(len(history)) - starts[owner]
+        if once:  # what the run has held out itself is not known, nor what came after it
+            again = are_in(had, keys) & (position >= trained[owner])
+            np.minimum.at(inputs, owner[again], position[again])
         columns = {"user": user, "item": item, "inputs": inputs[user].astype(np.int32)}
         if count := self.options.eval_negatives:
-            no_rivals = keys if self.options.repeats == "all" else np.union1d(known, keys)
+            no_rivals = np.union1d(had, keys) if once else keys
             columns["rivals"] = draw_eval_negatives(user, no_rivals, size, count)
         save(folder / TEST, columns)
         return {}

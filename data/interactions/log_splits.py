@@ -246,10 +246,9 @@ class LogSplits:
         if self.method == "none":
             yield "--split none: all interactions are trained on, so nothing is held out to measure by"
         elif self.untaken:
-            yield (
-                f"{self.untaken:,} of {len(self.items):,} items have no interaction and are ranked all the"
-                " same, which lifts hr and ndcg, popularity's too: --catalogue taken leaves them out"
-            )
+            lifted = ", which lifts hr and ndcg, popularity's too" if self.options.eval_negatives else ""
+            alone = f"{self.untaken:,} of {len(self.items):,} items have no interaction"
+            yield f"{alone} and are ranked all the same{lifted}: --catalogue taken leaves them out"
         counts = [("users", "user", len(self.users)), ("items", "item", len(self.items))]
         known = {column: self.logs["train"].counts(column, most) > 0 for _, column, most in counts}
         for split, log in self.logs.items():

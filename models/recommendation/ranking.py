@@ -64,9 +64,8 @@ def metric_parts(net: Any, batch: Batch, k: int) -> dict[str, Sum]:
 def chunks(net: Any, batch: Batch) -> Iterator[dict[str, Tensor]]:
     """The batch in parts whose scores of all items fit MAX_SCORES_AT_ONCE."""
     rows = max(1, MAX_SCORES_AT_ONCE // (len(net.item_text) * net.floats_per_score))
-    names = [name for name in ("user", "item", "inputs", "rivals") if name in batch]
     for start in range(0, len(batch["user"]), rows):
-        yield {name: batch[name][start : start + rows] for name in names}
+        yield {name: part[start : start + rows] for name, part in batch.items()}
 
 
 def score_all_items(net: Any, user: Tensor, inputs: Tensor) -> Tensor:
@@ -94,8 +93,7 @@ def candidates(net: Any, user: Tensor, inputs: Tensor) -> Tensor:
     """
     place, device = net.starts.device, user.device
     user, inputs = user.to(place), inputs.long().to(place)
-    first, stop = net.starts[user], net.starts[user + 1]
-    first = first + inputs if net.repeats else first
+    first, stop = net.starts[user] + inputs * net.repeats, net.starts[user + 1]
     rows, positions = spans(first, stop - first)
     found = torch.ones(len(user), len(net.item_text), dtype=torch.bool, device=place)
     found[rows, net.history[positions].long()] = False

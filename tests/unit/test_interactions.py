@@ -346,3 +346,21 @@ def test_the_input_is_all_that_a_user_had_before(split: str, test_input: str, tm
                 assert own.index(item) >= inputs
             if split in WAYS:
                 assert item == own[WAYS[split][name]]
+
+
+def test_a_file_is_rated_and_known_as_the_data_of_the_run(tmp_path: Path) -> None:
+    rows = [f"u{u},i{(u + 3 * n) % 17},{n},5" for u in range(6) for n in range(5)]
+    (tmp_path / "log.csv").write_text("\n".join(["user,item,time,rating", *rows]))
+    facts, splits = made(tmp_path / "log.csv", min_rating=4.0, eval_negatives=0)
+    names = catalogue.read_names(facts.folder)
+    held_out = [f"{u},{i},9,5" for u, i in ids(facts, splits["valid"])]
+    new = [f"u1,{next(i for i in names['items'] if f'u1,{i},' not in ' '.join(rows))},9,5", "u2,i0,9,1"]
+    (tmp_path / "more.csv").write_text("\n".join(["user,item,time,rating", *held_out, *new]))
+    data = asked(tmp_path / "more.csv", min_rating=4.0, eval_negatives=0)
+    data.prepare_test(tmp_path / "found", facts)
+    source = data.open(tmp_path / "found", "test")
+    found = source.fetch(np.arange(len(source)))
+    assert found["inputs"].tolist() == [3] * 7  # of five rows two are held out; the row rated 1 is none
+    (tmp_path / "more.csv").write_text("\n".join(["user,item", new[0].rsplit(",", 2)[0]]))
+    data.prepare_test(tmp_path / "again", facts)
+    assert data.open(tmp_path / "again", "test").fetch(np.arange(1))["inputs"].tolist() == [5]
