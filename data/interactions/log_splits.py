@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -260,9 +260,9 @@ class LogSplits:
                 if same := int(are_in(pair_keys(log.user, log.item, len(self.items)), self.seen).sum()):
                     yield f"{split}: {same:,} of {len(log):,} interactions are in train too"
 
-    def columns(self) -> dict[str, Columns]:
+    def columns(self) -> Mapping[str, Columns]:
         """Split -> `user`, `item`, and of a held-out split `inputs` and perhaps `rivals`."""
-        found: dict[str, Columns] = {}
+        found: dict[str, dict[str, Any]] = {}
         for split, log in self.logs.items():
             found[split] = {"user": log.user, "item": log.item}
             if split != "train":

@@ -137,7 +137,7 @@ def measure(net: Any, scorer: Scorer, batches: Iterable[Batch], k: int) -> Ranke
         novelty[users] = chosen.double() @ information / chosen.sum(1)
     of_rows = {way: torch.cat(parts) for way, parts in found.items()}
     alone = of_rows.pop("among_others", None)
-    figures = {}
+    figures: dict[str, float] = {}
     for way, rank in of_rows.items():
         each = gains(rank, k)
         figures |= {f"{way}{metric}@{k}": float(gain.mean()) for metric, gain in each.items()}
