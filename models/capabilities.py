@@ -14,6 +14,7 @@ from isobatch.models import protocols
 from isobatch.models.model_card import ModelDescription
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     from torch import nn
     from torch.optim import Optimizer
@@ -141,6 +142,17 @@ class MatchesShapes(Protocol):
 
     def match_shapes(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> bool:
         """Bring a model as built to the shapes that were saved, by name; whether anything changed."""
+
+
+@runtime_checkable
+class KeepsRows(Protocol):
+    """Its tables have a row for each of something that the data names, and data may name others later."""
+
+    def kept_rows(self, run: Path, facts: Facts) -> Mapping[str, np.ndarray]:
+        """Parameter -> for each of its rows the row of it in an earlier run with which it begins.
+
+        -1: the mean of all that are not zero; -2: zeros.
+        """
 
 
 @runtime_checkable

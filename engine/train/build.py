@@ -174,7 +174,7 @@ class Builder:
         """The task's model with the weights that the recipe begins with."""
         model = build_model(self.state.task, facts, self.state.world.device)
         if self.state.recipe.starts_from:
-            load_start_weights(self.state.recipe.starts_from, model)
+            load_start_weights(self.state.recipe.starts_from, model, self.state.task, facts)
         return model
 
     def prepare_phase(self, schedule: PhaseSchedule, saved: SavedCheckpoint | None = None) -> None:

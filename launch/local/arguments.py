@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from isobatch.core import number_ranges
@@ -262,14 +263,12 @@ def _starting_from(run: RunFolder, recipe: Recipe, chosen: LoadedWorkload, given
         raise UserError(f"--from {run.folder}: is a run of {run.recipe.task}, not of {recipe.task}")
     if len(chosen.make(recipe)[0].phases()) > 1:
         raise UserError(f"--from {run.folder}: {recipe.task} trains in phases: give --teacher RUN")
-    if recipe.data != run.recipe.data and "tokenizer" not in given:
-        if (run.final / "tokenizer.json").is_file():
-            recipe = dataclasses.replace(recipe, tokenizer=str(run.final.resolve()))
+    if recipe.data != run.recipe.data and "tokenizer" not in given and recipe.options.get("text") != "off":
+        places = (run.final, Path(run.facts.folder) if recipe.task == "recommender" else run.final)
+        if place := next((p for p in places if (p / "tokenizer.json").is_file()), None):
+            recipe = dataclasses.replace(recipe, tokenizer=str(place.resolve()))
         elif recipe.task == "recommender":
-            raise UserError(
-                f"--from {run.folder}: its weights belong to the users and items of {run.recipe.data}:"
-                " leave --data out"
-            )
+            raise UserError(f"--from {run.folder}: its tokenizer is gone: give --tokenizer, or --text off")
     return dataclasses.replace(recipe, starts_from=run.exported_weights())
 
 

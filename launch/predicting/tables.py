@@ -89,7 +89,7 @@ def beside(row: Mapping[str, Any], answer: Mapping[str, Any]) -> dict[str, Any]:
     return {(f"input.{k}" if k in answer else k): v for k, v in row.items()} | dict(answer)
 
 
-def _open_writer(path: Path, ending: str, first: Rows, opened: contextlib.ExitStack) -> Callable[[Rows], Any]:
+def _open_writer(path: Path, ending: str, first: Any, opened: contextlib.ExitStack) -> Callable[[Rows], Any]:
     """A function that writes rows behind each other, in columns as the `first` ones have them.
 
     They may be tables of pyarrow.

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
+from isobatch.core.errors import UserError
+
 CATALOGUE_FOLDER, NAMES_FILE = "catalogue", "names.json"
 
 
@@ -44,3 +46,23 @@ class Catalogue:
 def read_names(folder: str | Path) -> dict[str, list[str]]:
     """`users` and `items`: ids as in the data; `titles` of the items."""
     return json.loads((Path(folder) / CATALOGUE_FOLDER / NAMES_FILE).read_text())
+
+
+def kept_rows(final: Path, folder: str | Path, reads_texts: bool) -> dict[str, np.ndarray]:
+    """Table -> the row of an earlier run for each user or item of the data, by the name that both have.
+
+    New ones begin with the mean (-1), or with zeros (-2) where training has nothing of them, or where their
+    texts speak for them. Raises UserError where `final` has no names.
+    """
+    if not (final / NAMES_FILE).is_file():
+        raise UserError(f"--from {final.parent}: has no {NAMES_FILE} of its users and items: put final/ back")
+    before, now = json.loads((final / NAMES_FILE).read_text()), read_names(folder)
+    seen, items = Catalogue.read(folder).seen, len(now["items"])
+    found = {}
+    for what, trained in (("user", seen // items), ("item", seen % items)):
+        numbers = {name: number for number, name in enumerate(before[f"{what}s"])}
+        rows = np.array([numbers.get(name, -1) for name in now[f"{what}s"]])
+        rows[np.setdiff1d(np.flatnonzero(rows < 0), trained)] = -2
+        found[f"{what}_bias.weight"] = rows
+        found[f"{what}_ids.weight"] = np.where(rows < 0, -2, rows) if reads_texts else rows
+    return found

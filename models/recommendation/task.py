@@ -298,6 +298,11 @@ class Recommender(Task):
         other = "" if self.recipe.preset == "ids" else "try --preset ids, or "
         return _verdict(metrics, self.options.top_k, other)
 
+    def kept_rows(self, run: Path, facts: Facts) -> Mapping[str, Any]:
+        from isobatch.models.recommendation.catalogue import kept_rows
+
+        return kept_rows(run / "final", facts.folder, self.options.text != "off")
+
     def open_lists(self, final: Path, by: str = MODEL) -> recommendations.Recommendations:
         with hub.reading(final):
             return recommendations.open_recommendations(final, by)

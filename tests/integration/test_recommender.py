@@ -255,3 +255,42 @@ def test_what_lists_cannot_be_had_of_is_one_line(
     with pytest.raises(UserError, match=said) as caught:
         recommend(["runs/one", *words])
     assert "\n" not in str(caught.value)
+
+
+def test_a_run_goes_on_with_users_and_items_that_came_and_without_those_that_went(tmp_path: Path) -> None:
+    from safetensors.numpy import load_file
+
+    def write(name: str, users: range, items: range, shift: int, *last: str) -> None:
+        pairs = {(u, items[(u * 7 + n * n) % len(items)]) for u in users for n in range(6)}
+        lines = [f"u{u},i{i}" for u, i in sorted(pairs, key=lambda pair: (sum(pair) * shift % 41, pair))]
+        (tmp_path / name).write_text("\n".join(["user,item", *lines, *last]))
+
+    write("old.csv", range(40), range(30), 1)
+    write("new.csv", range(4, 48), range(3, 34), 7, "u4,i99")  # i99 is held out
+    flags = ["--text=off", "--dim=8", "--batch-size=32", "--quiet"]
+    succeed("auto", "--task=recommender", "--data=old.csv", "--epochs=2", "--name=old", *flags, cwd=tmp_path)
+    still = ["--from=runs/old", "--data=new.csv", "--steps=1", "--lr=1e-12"]
+    succeed("auto", *still, "--name=new", cwd=tmp_path)
+    held = {}
+    for run in ("old", "new"):
+        final = tmp_path / "runs" / run / "final"
+        names, arrays = json.loads((final / "names.json").read_text()), load_file(final / "model.safetensors")
+        for what in ("users", "items"):
+            held[run, what] = dict(zip(names[what], arrays[what], strict=True))
+        counts = dict(zip(names["items"], names["counts"], strict=True))
+        held[run, "bias"] = dict(zip(names["items"], arrays["bias"], strict=True))
+    came = [(w, n) for w in ("users", "items", "bias") for n in held["new", w].keys() - held["old", w].keys()]
+    assert {bool(counts[name]) for what, name in came if what == "items"} == {True, False}
+    for what, new in came:
+        before, after = held["old", what], held["new", what]
+        assert not before.keys() >= after.keys()
+        for name in before.keys() & after.keys():
+            np.testing.assert_allclose(after[name], before[name], atol=1e-6)
+        trained = [row for row in before.values() if np.any(row)]
+        started = np.mean(trained, 0) if counts.get(new, 1) else np.zeros_like(after[new])
+        np.testing.assert_allclose(after[new], started, atol=1e-5)
+    assert "keep the flags that make the model" in complaint(
+        launch("auto", *still, "--dim=4", "--name=other", cwd=tmp_path)
+    )
+    shutil.rmtree(tmp_path / "runs" / "old" / "final")
+    assert "final/ back" in complaint(launch("auto", *still, "--name=gone", cwd=tmp_path))
