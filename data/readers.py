@@ -238,16 +238,23 @@ def is_utf16(file: Path) -> bool:
         return stream.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
+class _Unpacked(gzip.GzipFile):
+    """Unpacks a file as it is read. Raises UserError where it is no whole gzip file."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        try:
+            return super().read(size)
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise UserError(f"{self.name}: is no whole gzip file: {error}: fetch it again") from None
+
+
 def open_utf8(file: Path) -> io.BufferedReader:
-    """A file's bytes in UTF-8; converted in memory from UTF-16, gzip, or where lines end with CR.
+    """A file's bytes in UTF-8, unpacked; converted in memory from UTF-16, or where lines end with CR.
 
     Raises UserError.
     """
     if file.suffix.lower() == GZIP:
-        try:
-            return io.BufferedReader(io.BytesIO(gzip.decompress(file.read_bytes())))
-        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise UserError(f"{file}: is no whole gzip file: {error}: fetch it again") from None
+        return io.BufferedReader(_Unpacked(file), 1 << 20)  # type: ignore[arg-type]
     if not is_utf16(file):
         stream = file.open("rb")
         head = stream.peek(1)

@@ -56,7 +56,7 @@ class InteractionOptions:
     min_rating: float = 0.0
     """Ratings below do not count as interactions."""
     user_column: str | None = None
-    """The column of users; by default user, user_id, userId or uid."""
+    """The column of users; by default user, user_id, userId or uid. Of sequences 1 (the first) or none."""
     item_column: str | None = None
     """The column of items; by default item, item_id, movieId or the like."""
     rating_column: str | None = None
@@ -103,7 +103,7 @@ class Interactions(TokenizedData):
     def _folder_format(self, path: Path) -> formats.FolderFormat | None:
         """MovieLens' or the NCF protocol's; None for tables. Raises UserError for an unknown --format."""
         asked = self.recipe.format
-        known = [*movielens.FORMATS, *dict.fromkeys(formats.TABLE_FORMATS.values())]
+        known = [*movielens.FORMATS, *dict.fromkeys(formats.TABLE_FORMATS.values()), formats.SEQUENCES]
         if asked is not None and asked not in known:
             raise UserError(f"--format {asked}: is not one of {', '.join(known)}")
         if asked is not None or path.is_file():

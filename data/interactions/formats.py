@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -12,22 +13,27 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from isobatch.core.errors import UserError
 from isobatch.data.interactions import tables
 from isobatch.data.readers import SPLIT_NAMES, name_columns, open_parquet, require_name
-from isobatch.data.tables.delimited import ATOMIC
+from isobatch.data.tables.delimited import ATOMIC, ATOMIC_TYPE, is_number
 
 if TYPE_CHECKING:
     import numpy as np  # noqa: TC004  heavy, and no class here has flags
 
+    from isobatch.data.tables.delimited import Shape
+
 TABLE_FORMATS = {".csv": "csv", ".tsv": "tsv", ".parquet": "parquet", **dict.fromkeys(ATOMIC, "tsv")}
+TABLE_FORMATS |= {".txt": "txt", ".dat": "txt"}
+SEQUENCES = "sequences"
+"""The format of files with one user's items a line."""
 
 
 def _spelled(*names: str) -> tuple[str, ...]:
-    """The names as people write them: user_id, userId, UserId, UserID, userid, USER_ID."""
+    """The names as people write them: user_id, userId, UserId, UserID, User ID, userid, USER_ID."""
     found = [*names]
     for name in names:
-        first, *rest = name.split("_")
-        pascal = "".join(part.title() for part in (first, *rest))
-        camel = first + "".join(part.title() for part in rest)
-        found += [camel, pascal, re.sub("Id$", "ID", pascal), name.replace("_", ""), name.upper()]
+        spaced = re.sub("Id$", "ID", name.replace("_", " ").title())
+        pascal = name.title().replace("_", "")
+        found += [pascal[0].lower() + pascal[1:], pascal, spaced.replace(" ", ""), spaced]
+        found += [name.replace("_", ""), name.upper()]
     return tuple(dict.fromkeys(found))
 
 
@@ -44,13 +50,14 @@ COLUMNS = {name: _spelled(*words.split()) for name, words in USUAL_COLUMNS.items
 """What is read of an interaction -> the usual names of its column."""
 USER_COLUMNS, ITEM_COLUMNS = COLUMNS["user"], COLUMNS["item"]
 TITLE_COLUMNS = _spelled("title", "name")
-UNSPLIT_STEMS = (
-    *("interactions", "ratings", "log", "orders", "purchases", "transactions", "clicks", "views", "plays"),
-    *("events", "reviews"),
-)
+UNSPLIT = "interactions ratings log orders purchases transactions clicks views plays events reviews"
 """Words in the name of a file that holds all interactions, not yet split."""
-USER_STEMS, ITEM_STEMS = ("users", "customers"), ("items", "movies", "products", "articles", "books")
-"""Names of the tables of texts."""
+SIDES = {n: {word.removesuffix("_id") for word in USUAL_COLUMNS[n].split()} for n in ("user", "item")}
+"""Names of the tables of texts, without a plural's s: those of the columns that join them."""
+PROSE = ("readme", "license", "licence", "source", "sources", "notice", "citation", "changelog", "about")
+"""Names of text files that describe data."""
+NAME = re.compile(r"(.*?)(\.inter|\.item|\.user)?(\.csv|\.tsv|\.parquet|\.txt|\.dat)?(\.gz)?", re.S)
+"""A file's name: what is before its endings, RecBole's ending, a format's, and gzip's."""
 
 
 class ItemText(NamedTuple):
@@ -93,74 +100,131 @@ def find_tables(path: Path, file_format: str | None) -> list[Path]:
     """
     if path.is_file():
         return [path]
-    known = [f for f in sorted(path.iterdir()) if f.suffix in TABLE_FORMATS]
-    logs = [f for f in known if _split_from_name(f)]
-    formats = sorted({TABLE_FORMATS[f.suffix] for f in logs})
+    known = [f for f in _files_in(path) if _named(f)[2]]
+    logs = [f for f in known if not _side_of(f) and file_format in (None, SEQUENCES, _named(f)[2])]
+    found = [f for f in logs if _split_from_name(f, path)] or logs
+    found = [f for f in found if _named(f)[2] != "txt"] or found
+    formats = sorted({str(_named(f)[2]) for f in found})
     if file_format is None and len(formats) > 1:
         raise UserError(f"--data {path}: holds {' and '.join(formats)} files: choose with --format")
-    found = [f for f in logs if TABLE_FORMATS[f.suffix] == (file_format or formats[0])]
     if not found:
         there = ", ".join(sorted(f.name for f in path.iterdir())[:6]) or "nothing"
         raise UserError(
-            f"--data {path}: there is no ratings.dat, u.data or *.test.negative, and no table called"
-            f" interactions, ratings or train (.csv, .tsv, .inter, .parquet); found: {there}"
+            f"--data {path}: there is no ratings.dat, u.data or *.test.negative, and no table of interactions"
+            f" ({', '.join(TABLE_FORMATS)}; with .gz behind them, too); found: {there}"
         )
     return [f for f in known if f in found or _side_of(f)]
 
 
-def _split_from_name(file: Path) -> str | None:
-    words = re.split(r"[^a-z]+", file.stem.lower())
-    if _side_of(file):
-        return None
-    if any(word in words for word in UNSPLIT_STEMS):
+def _files_in(folder: Path) -> list[Path]:
+    """The files of a folder that are not hidden, 2 before 10; where it has no tables those of its folders."""
+    for pattern in ("*", "**/*"):
+        files = [f.relative_to(folder) for f in folder.glob(pattern) if f.is_file()]
+        found = [folder / f for f in files if not any(part[0] in "._" for part in f.parts)]
+        if any(_named(f)[2] and not _side_of(f) for f in found):
+            break
+    return sorted(found, key=lambda f: [int(p) if p.isdecimal() else p for p in re.split(r"(\d+)", str(f))])
+
+
+def _named(file: Path) -> tuple[str, str, str | None]:
+    """(the name without its endings, RecBole's ending, the format) of a file; None for what is no table."""
+    stem, atomic, ending, _ = NAME.fullmatch(file.name.lower()).groups("")  # type: ignore[union-attr]
+    form = TABLE_FORMATS.get(ending or atomic)
+    return stem, atomic, None if form == "txt" and stem in PROSE else form
+
+
+def _split_from_name(file: Path, folder: Path) -> str | None:
+    """The split that the words of a name say, its folder's too; `all` for a log that is not split."""
+    stem, atomic, _ = _named(file)
+    words = re.split(r"[^a-z]+", f"{file.relative_to(folder).parent} {stem}".lower())
+    if {*words}.intersection(UNSPLIT.split()):
         return "all"
     found = (split for split in SPLIT_NAMES for word in words if word in (split, f"{split}ation"))
-    return next(found, "all" if file.suffix == ".inter" else None)
+    return next(found, "all" if atomic else None)
 
 
 def _side_of(file: Path) -> str | None:
-    """Whose texts a table holds: users', items', or nobody's."""
-    names = {"users": (*USER_STEMS, ".user"), "items": (*ITEM_STEMS, ".item")}
-    return next((side for side, own in names.items() if file.stem in own or file.suffix in own), None)
+    """Whose texts a table holds: `user`, `item`, or nobody's."""
+    names = [name.strip(".").removesuffix("s") for name in _named(file)[:2]]
+    return next((side for side, own in SIDES.items() if own.intersection(names)), None)
 
 
 def read_tables(path: Path, file_format: str | None, options: Any) -> RawInteractions:
-    """Read interactions from one table, or one per split, and the texts from tables of users and items.
+    """Read interactions from one table, or from those of each split, and the texts from tables of users and
+    items.
 
-    Raises UserError for a missing column, missing or unreadable values, or two files of one split.
+    Raises UserError for a missing column, missing or unreadable values, or files of one split that differ.
     """
-    files = find_tables(path, file_format)
-    notes: list[str] = []
-    if path.is_file():
-        return RawInteractions({"all": _open_interactions(path, options, notes)}, notes=notes)
-    splits = {split: [f for f in files if _split_from_name(f) == split] for split in ("all", *SPLIT_NAMES)}
+    files, notes = find_tables(path, file_format), list[str]()
+    texts: dict[str, dict[str, ItemText]] = {"user": {}, "item": {}}
+    splits: dict[str, list[Path]] = {split: [] for split in ("all", *SPLIT_NAMES)}
+    for file in files:
+        if path.is_dir() and (side := _side_of(file)):
+            texts[side] = _texts_by_id(file, COLUMNS[side], notes)
+        else:
+            splits[(path.is_dir() and _split_from_name(file, path)) or "all"].append(file)
     if splits["train"]:
         splits["all"] = []
-    if twice := next((fs for fs in splits.values() if len(fs) > 1), None):
-        raise UserError(f"--data {path}: {twice[0].name} and {twice[1].name} are the same split: keep one")
-    found = RawInteractions({}, notes=notes)
-    for file in files:
-        if _side_of(file) == "users":
-            texts = _texts_by_id(file, USER_COLUMNS, notes)
-            found.users = {key: item.text for key, item in texts.items()}
-        elif _side_of(file) == "items":
-            found.items = _texts_by_id(file, ITEM_COLUMNS, notes)
-    found.splits = {split: _open_interactions(fs[0], options, notes) for split, fs in splits.items() if fs}
+    unread = [f.name for f in _files_in(path) if f not in files and _named(f)[0] not in PROSE]
+    notes += [f"{path.name}: not read: {', '.join(unread[:8])}"] * bool(unread)
+    found = RawInteractions({}, {k: t.text for k, t in texts["user"].items()}, texts["item"], notes=notes)
+    for split, fs in splits.items():
+        if fs:
+            parts = [
+                _open_interactions(f, file_format, options, [] if n else notes) for n, f in enumerate(fs)
+            ]
+            found.splits[split] = _as_one(path, fs, parts, notes)
     return found
 
 
-def _open_interactions(file: Path, options: Any, notes: list[str]) -> tables.Table:
+def _as_one(path: Path, files: list[Path], parts: list[tables.Table], notes: list[str]) -> tables.Table:
+    """The tables of a split, one behind the other. Raises UserError where their columns differ."""
+    one = parts[0]
+    if len(parts) == 1:
+        return one
+    for file, part in zip(files, parts, strict=True):
+        if (part.names, part.columns) != (one.names, one.columns) or tables.LINE in part.names:
+            which = f"{files[0].name} and {file.name}"
+            raise UserError(f"--data {path}: {which} are the same split, not with the same columns: keep one")
+    ends = f"{files[0].relative_to(path)} to {files[-1].relative_to(path)}"
+    notes.append(f"{len(files)} files are read as one, in the order of their names: {ends}")
+    return tables.Table(
+        str(path), {n: n for n in one.columns}, lambda: (b for p in parts for b in p.batches())
+    )
+
+
+def _open_interactions(file: Path, file_format: str | None, options: Any, notes: list[str]) -> tables.Table:
     """The columns user and item, and rating and time where the table has them."""
-    asked = {name: getattr(options, f"{name}_column") for name in COLUMNS}
-    if file.suffix == ".parquet":
+    asked: dict[str, str | None] = {name: getattr(options, f"{name}_column") for name in COLUMNS}
+    form = _named(file)[2] if file_format in (None, SEQUENCES) else file_format
+    if form == "parquet":
         with open_parquet(file) as table:
-            names = table.schema_arrow.names
-        return tables.parquet_table(file, _choose_columns(file, names, asked, notes))
-    shape = tables.shape_to_stream(file, asked.values(), notes)
-    ids = [name for name in (asked["user"], asked["item"], *USER_COLUMNS, *ITEM_COLUMNS) if name]
-    columns = _choose_columns(file, shape.names, asked, notes)
-    mark, lines = shape.dialect["delimiter"], shape.header_lines
-    return tables.delimited_table(file, mark, shape.names, columns, skip=lines, ids=ids)
+            names = {ATOMIC_TYPE.sub("", name): name for name in table.schema_arrow.names}
+        columns = _choose_columns(file, [*names], asked, notes)
+        return tables.parquet_table(file, {name: names[c] for name, c in columns.items()}, [*names])
+    known = {n for n in itertools.chain(asked.values(), *COLUMNS.values()) if n and not n.isdecimal()}
+    shape = tables.shape_to_stream(file, str(form), asked.values(), known)
+    is_table = shape.even or known & {*shape.names}
+    if file_format == SEQUENCES or (not is_table and tables.are_sequences(file)):
+        return tables.sequence_table(file, asked["user"], notes)
+    notes += [note for note in shape.notes if note not in notes]
+    asked = {name: given or _by_place(shape).get(name) for name, given in asked.items()}
+    return tables.delimited_table(file, shape, _choose_columns(file, shape.names, asked, notes))
+
+
+def _by_place(shape: Shape) -> dict[str, str | None]:
+    """What the columns of a table without names are, by their numbers: user, item, rating, time.
+
+    Of a third and a fourth the one with seconds since 1970 or dates is the time, else the fourth. More or
+    fewer columns are not guessed.
+    """
+    if shape.header_lines or not 2 <= len(shape.names) <= 4:
+        return {}
+    others = dict(zip("34", [*zip(*shape.rows, strict=False)][2:], strict=False))
+    times = [n for n, column in others.items() if all(map(tables.TIME_CELL.match, column))]
+    numbers = [n for n, column in others.items() if all(map(is_number, column))]
+    time = next(iter(times[-1:] or numbers[1:]), None)
+    return {"user": "1", "item": "2", "time": time, "rating": next((n for n in numbers if n != time), None)}
 
 
 def _choose_columns(
@@ -172,8 +236,7 @@ def _choose_columns(
     """
     chosen = {}
     for name, usual in COLUMNS.items():
-        given = asked[name]
-        column = given or next((u for u in usual if u in available), None)
+        column = asked[name] or next((u for u in usual if u in available), None)
         if column is None and name in ("rating", "time"):
             continue
         flag = f"--{name}-column"
@@ -202,8 +265,8 @@ def _texts_by_id(file: Path, ids: Sequence[str], notes: list[str]) -> dict[str, 
         if not key:
             key = next((name for name in (*ids, "id") if name in row), next(iter(row)))
             if key.isdecimal() and key not in ("0", "1"):
-                shown = ", ".join([*row][:4])
-                raise UserError(f"{file}: its first row names no columns ({shown}): give it a header")
+                some = ", ".join([*row][:4])
+                raise UserError(f"{file}: its first row names no columns ({some}): give it a header")
             others = [name for name in row if name != key]
             title = next((name for name in TITLE_COLUMNS if name in row), [*others, key][0])
         if row[key] in (None, "") or row[key] != row[key]:
@@ -213,6 +276,6 @@ def _texts_by_id(file: Path, ids: Sequence[str], notes: list[str]) -> dict[str, 
         texts.append(ItemText(str(row[title] or row[key]), ". ".join(said)))
     keys = tables.whole_ids(keys)
     if twice := [key for key, count in Counter(keys).items() if count > 1]:
-        several = f"{file.name}: {len(twice):,} of its ids have several rows ({tables.some_ids(twice)})"
-        notes.append(f"{several}: the last is read")
+        several = f"{len(twice):,} of its ids have several rows ({tables.some_ids(twice)})"
+        notes.append(f"{file.name}: {several}: the last is read")
     return dict(zip(keys, texts, strict=True))

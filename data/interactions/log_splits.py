@@ -71,7 +71,7 @@ def read_log(table: Table, users: Numbering, items: Numbering) -> InteractionLog
                 values = values.astype(np.int64) if values.dtype.kind == "M" else values
                 parts.setdefault(name, []).append(values)
     empty = np.empty(0, np.int32)
-    return InteractionLog({name: np.concatenate(found or [empty]) for name, found in parts.items()})
+    return InteractionLog({name: np.concatenate(parts.pop(name) or [empty]) for name in [*parts]})
 
 
 def renumbered(

@@ -13,7 +13,7 @@ import numpy as np
 
 from isobatch.core.errors import UserError
 from isobatch.data.interactions.formats import FolderFormat, ItemText, RawInteractions
-from isobatch.data.interactions.tables import Table, delimited_table, read_fields, read_rows
+from isobatch.data.interactions.tables import Table, delimited_table, headless, read_fields, read_rows
 
 AGES = {"1": "under 18", "18": "18 to 24", "25": "25 to 34", "35": "35 to 44", "45": "45 to 49"}
 AGES |= {"50": "50 to 55", "56": "56 or older"}
@@ -30,7 +30,7 @@ SEXES = {"F": "female", "M": "male"}
 def _read_ml_1m(path: Path) -> RawInteractions:
     """ratings.dat, users.dat and movies.dat: fields between double colons, ISO-8859-1."""
     names = ["user", "_1", "item", "_2", "rating", "_3", "time"]
-    table = delimited_table(path / "ratings.dat", ":", names, {name: name for name in COLUMNS})
+    table = delimited_table(path / "ratings.dat", headless(":", names), {name: name for name in COLUMNS})
     films = read_fields(path / "movies.dat", "::", 3)
     items = {movie: _movie_text(title, genres.split("|")) for _, (movie, title, genres) in films}
     return RawInteractions({"all": table}, _read_ml_1m_users(path / "users.dat"), items)
@@ -42,8 +42,7 @@ def _read_ml_1m_users(file: Path) -> dict[str, str]:
     for where, (user, sex, age, occupation, _) in read_fields(file, "::", 5):
         if not occupation.isdigit() or int(occupation) >= len(OCCUPATIONS):
             raise UserError(f"{where}: there is no occupation {occupation}")
-        words = SEXES.get(sex, sex), AGES.get(age, age), OCCUPATIONS[int(occupation)]
-        found[user] = ", ".join(words)
+        found[user] = ", ".join((SEXES.get(sex, sex), AGES.get(age, age), OCCUPATIONS[int(occupation)]))
     return found
 
 
@@ -56,7 +55,7 @@ def _movie_text(title: str, genres: Iterable[str]) -> ItemText:
 
 def _read_ml_100k(path: Path) -> RawInteractions:
     """u.data with tabs; u.user and u.item with bars; u.genre names the 0/1 columns of u.item."""
-    table = delimited_table(path / "u.data", "\t", [*COLUMNS])
+    table = delimited_table(path / "u.data", headless("\t", COLUMNS))
     genres = [name for _, (name, _) in read_fields(path / "u.genre", "|", 2)]
     users = {
         user: f"{SEXES.get(sex, sex)}, {age} years old, {occupation}"
@@ -91,8 +90,8 @@ def _read_ncf(path: Path) -> RawInteractions:
     headed = not train.open().readline()[:1].isdigit()
     width = len(train.open().readline().split("\t"))
     splits: dict[str, Table] = {
-        "train": delimited_table(train, "\t", names[:width], pairs, skip=int(headed)),
-        "test": delimited_table(test, "\t", names, pairs),
+        "train": delimited_table(train, headless("\t", names[:width], int(headed)), pairs),
+        "test": delimited_table(test, headless("\t", names), pairs),
     }
     found = RawInteractions(splits, negatives=_read_ncf_negatives(negatives, splits["test"]))
     for file in _ncf_text_files(path):
@@ -111,7 +110,7 @@ def _read_ncf_negatives(file: Path, test: Table) -> np.ndarray:
 
     width = len(file.open().readline().rstrip("\n").split("\t")) - 1
     names = ["pair", *(f"n{n}" for n in range(width))]
-    tables = delimited_table(file, "\t", names), test
+    tables = delimited_table(file, headless("\t", names)), test
     table, tested = (pa.Table.from_batches(one.batches()) for one in tables)
     taken = zip(tested["user"].to_pylist(), tested["item"].to_pylist(), strict=True)
     pairs = [f"({user},{item})" for user, item in taken]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
 from isobatch.data import readers
-from isobatch.data.readers import is_utf16, numbers_in, open_utf8, read_lines, shape_of
+from isobatch.data.readers import is_utf16, numbers_in, open_utf8, read_lines
 from isobatch.data.tables import delimited
 
 if TYPE_CHECKING:
@@ -21,10 +23,20 @@ if TYPE_CHECKING:
 
     from isobatch.data.tables.delimited import Shape
 
-BATCH_ROWS = 1 << 18
+BATCH_ROWS, BLOCK_BYTES = 1 << 18, 1 << 23
+"""What is read at a time of Parquet, and of text."""
 NUMBERS = {"rating": "", "time": ", or dates such as 2019-12-31 23:59:59"}
 """Columns that hold numbers, and what else they may hold: text would be sorted alphabetically."""
 NOT_UTF8 = "its header is not UTF-8: convert it (iconv -f latin1 -t utf-8)"
+GAPS = {"::": "double colons", " ": "blanks"}
+"""What is between fields where no single sign is; " " stands for blanks and tabs of any number."""
+TIME_CELL = re.compile(r"\d{9,}|\d{4}-\d\d-\d\d")
+"""How times begin: seconds since 1970, or dates."""
+FIELD = re.compile(r"[^\s,;|]+")
+"""A user or an item in a sequence."""
+ID_TYPES = re.compile("(large_)?string$|u?int|double|float|halffloat|dictionary|decimal|bool|date|null")
+LINE = "line"
+"""The column of users where the number of a line is its user."""
 WHOLE_DECIMAL = re.compile(r"(-?\d+)\.0*")
 
 
@@ -54,127 +66,210 @@ class Table:
     """user and item, and perhaps rating and time -> what they are called in the file."""
     read: Callable[[], Iterable[Any]]
     """Gives the rows as pyarrow's batches, with the file's own columns."""
+    names: Sequence[str] = ()
+    """All columns of the file, also those that are not read."""
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        """Its rows, a block at a time. Raises UserError that names the fault."""
+        """Its rows, a block at a time: ids as dictionaries, ratings float32, times int64, float64 or
+        timestamps in microseconds. Raises UserError that names the fault.
+        """
         import pyarrow as pa
 
-        done = 0
+        done, dated = 0, set[bool]()
         for batch in self.read():
-            arrays = [batch[column] for column in self.columns.values()]
-            for name, values in zip(self.columns, arrays, strict=True):
-                self._require_values(name, values, done)
-            yield pa.RecordBatch.from_arrays(arrays, names=list(self.columns))
+            arrays = [self._checked(name, batch[column], done) for name, column in self.columns.items()]
+            found = pa.RecordBatch.from_arrays(arrays, names=list(self.columns))
+            dated |= {pa.types.is_timestamp(one.type) for one in found.schema if one.name == "time"}
+            if len(dated) > 1:
+                raise UserError(f"{self.name}: some of its times are numbers and some dates: give one kind")
+            yield found
             done += len(batch)
 
-    def _require_values(self, name: str, values: pa.Array, before: int) -> None:
-        """Raise UserError unless all values are there, and numbers or dates where they should be."""
-        from pyarrow import types
+    def _checked(self, name: str, values: pa.Array, before: int) -> pa.Array:
+        """The values as `batches` gives them. Raises UserError where one is missing or cannot be that."""
+        from pyarrow import compute, types
 
-        kind = values.type
-        is_number = types.is_integer(kind) or types.is_floating(kind) or types.is_temporal(kind)
-        if name in NUMBERS and not is_number and (cells := values.drop_null().to_pylist()):
-            # Texts that look like numbers would be ordered as texts.
-            odd = next((v for v in cells if not delimited.is_number(v)), cells[0])
-            raise UserError(
-                f"{self.name}: its {name}s hold {odd!r}: give numbers{NUMBERS[name]}, or leave the column"
-                f" {self.columns[name]} out"
-            )
-        empty = values.is_null(nan_is_null=name != "rating").to_numpy(zero_copy_only=False)
-        if empty.any():
-            row = before + int(empty.argmax()) + 1
+        values = self._numbers(name, values) if name in NUMBERS else values
+        empty = values.is_null(nan_is_null=name != "rating")
+        if name in ("user", "item"):
+            is_decimal, kind = types.is_floating(values.type), str(values.type)
+            if is_decimal and (compute.max(compute.abs(values)).as_py() or 0) >= 2**53:
+                kind = "rounded, as decimals beyond 2^53 are"
+            if not ID_TYPES.match(kind):
+                raise UserError(f"{self.name}: its {name}s are {kind}: give an integer or text in each row")
+            values = values.dictionary_encode()
+            if "string" in str(values.dictionary.type):  # cells of blanks are empty, too
+                blank = compute.equal(compute.utf8_trim_whitespace(values.dictionary), "")
+                empty = blank.take(values.indices).fill_null(True) if blank.true_count else empty
+        if empty.true_count:
+            row = before + empty.index(True).as_py() + 1
             raise UserError(f"{self.name} row {row}: has no {name}: fill it in, or leave the row out")
+        return values
+
+    def _numbers(self, name: str, values: pa.Array) -> pa.Array:
+        """Ratings or times as `batches` gives them, also of texts, which would be ordered alphabetically."""
+        import pyarrow as pa
+        from pyarrow import compute, types
+
+        values = values.dictionary_decode() if types.is_dictionary(values.type) else values
+        kind, wanted = values.type, [pa.float32()]
+        if name == "time":
+            wanted = [pa.int64(), pa.float64(), pa.timestamp("us"), pa.timestamp("us", "UTC")]
+        if types.is_temporal(kind):
+            wanted = wanted[2:3]
+        elif "string" in str(kind):
+            trimmed = compute.utf8_trim_whitespace(values)
+            values = compute.replace_substring_regex(trimmed, r"(:\d\d\.\d{6})\d+", r"\1")  # nanoseconds
+        elif not types.is_signed_integer(kind):  # a cast would cut decimals off
+            wanted = wanted[-3:]
+        for one in wanted:
+            with contextlib.suppress(pa.ArrowInvalid, pa.ArrowNotImplementedError):
+                return values.cast(one, safe=False)
+        cells = values.drop_null().to_pylist()
+        odd = next(
+            (c for c in cells if not (delimited.is_number(c) or TIME_CELL.match(str(c)))), [*cells, kind][0]
+        )
+        way_out = f"give numbers{NUMBERS[name]}, or leave the column {self.columns[name]} out"
+        raise UserError(f"{self.name}: its {name}s hold {odd!r}: {way_out}")
 
 
-def delimited_table(
-    file: Path,
-    delimiter: str,
-    names: Sequence[str],
-    columns: Mapping[str, str] | None = None,
-    skip: int = 0,
-    ids: Sequence[str] = (),
-) -> Table:
-    """A delimited text file. `names` are its columns, `skip` the lines above, `ids` are read as text."""
-    chosen = dict(zip(names, names, strict=True)) if columns is None else columns
+def headless(delimiter: str, names: Sequence[str], skip: int = 0) -> Shape:
+    """The shape of a table with these columns below so many lines. Its ids are integers."""
+    return delimited.Shape([*names], skip, {"delimiter": delimiter, "quoting": csv.QUOTE_NONE}, [], [])
+
+
+def delimited_table(file: Path, shape: Shape, columns: Mapping[str, str] | None = None) -> Table:
+    """A delimited text file, of which these columns are read, by default all. Ids are texts."""
+    chosen = dict(zip(shape.names, shape.names, strict=True)) if columns is None else columns
+    delimiter, skip = shape.dialect["delimiter"], shape.header_lines
 
     def read() -> Iterator[pa.RecordBatch]:
         import pyarrow as pa
         from pyarrow import csv as arrow
 
-        kinds = {n: pa.int64() for n in ("user", "item", "time") if n in names and not ids}
-        kinds |= dict.fromkeys({*ids} & {*chosen.values()}, pa.dictionary(pa.int32(), pa.string()))
+        if delimiter in GAPS:
+            fields = read_fields(file, delimiter, len(shape.names), skip)
+            yield from _batches(shape.names, (row for _, row in fields))
+            return
+        ids = pa.dictionary(pa.int32(), pa.string()) if shape.rows else pa.int64()
+        known = {"user": ids, "item": ids, "rating": pa.string(), "time": pa.string()}
+        kinds = {column: known[name] for name, column in chosen.items() if name in known}
         convert = arrow.ConvertOptions(
             include_columns=[*chosen.values()], column_types=kinds, null_values=[""], strings_can_be_null=True
         )
-        options = arrow.ReadOptions(skip_rows=skip, column_names=[*names])
-        parse = arrow.ParseOptions(delimiter=delimiter, quote_char='"' if delimiter in ",;|" else False)
-        message = ""
-        for options.use_threads in (True, False):  # pyarrow names the row of an error only on a single thread
-            source = open_utf8(file) if is_utf16(file) else file
-            try:
-                table = arrow.read_csv(source, options, parse, convert)
-            except UnicodeDecodeError:
-                raise UserError(f"{file}: {NOT_UTF8}") from None
-            except pa.ArrowInvalid as error:
-                message = str(error).splitlines()[0]
-            else:
-                if not table.num_rows:
-                    raise UserError(f"{file}: holds no rows")
-                return iter(table.to_batches())
-        row, reason = re.fullmatch(r"(?:.*Row #(\d+): )?(.*)", message).groups()  # type: ignore[union-attr]
-        line = f" line {row}" if row else ""
-        raise UserError(f"{file}{line}: {reason.replace('CSV conversion error to', 'cannot be read as')}")
+        options = arrow.ReadOptions(skip_rows=skip, column_names=shape.names, block_size=BLOCK_BYTES)
+        options.use_threads = False  # else an error does not name its row
+        quote = '"' if shape.dialect["quoting"] != csv.QUOTE_NONE else False
+        parse = arrow.ParseOptions(delimiter=delimiter, quote_char=quote)
+        is_odd = file.suffix.lower() == readers.GZIP or is_utf16(file)
+        message = "holds no rows"
+        try:
+            for batch in arrow.open_csv(open_utf8(file) if is_odd else file, options, parse, convert):
+                message = "" if len(batch) else message
+                yield batch
+        except UnicodeDecodeError:
+            message = NOT_UTF8
+        except pa.ArrowInvalid as error:
+            message = str(error).splitlines()[0]
+        if message:
+            row, reason = re.fullmatch(r"(?:.*Row #(\d+): )?(.*)", message).groups()  # type: ignore[union-attr]
+            line = f" line {row}" if row else ""
+            raise UserError(f"{file}{line}: {reason.replace('CSV conversion error to', 'cannot be read as')}")
 
-    return Table(str(file), chosen, read)
+    return Table(str(file), chosen, read, shape.names)
 
 
-def parquet_table(file: Path, columns: Mapping[str, str]) -> Table:
+def _batches(names: Sequence[str], rows: Iterator[Sequence[str]]) -> Iterator[pa.RecordBatch]:
+    import pyarrow as pa
+
+    while some := [*itertools.islice(rows, BATCH_ROWS >> 2)]:
+        yield pa.record_batch([pa.array(column) for column in zip(*some, strict=True)], names=[*names])
+
+
+def _sequences(file: Path) -> Iterator[list[str]]:
+    """The fields of each line that has some."""
+    return filter(None, map(FIELD.findall, read_lines(file)))
+
+
+def are_sequences(file: Path) -> bool:
+    """Whether the first lines have as many fields as they like, all with a digit, as sequences of ids do.
+
+    In a table with a fault most lines have the same number.
+    """
+    head = [*itertools.islice(_sequences(file), delimited.SAMPLED_LINES)]
+    same = max(Counter(map(len, head)).values(), default=0)
+    return all(map(delimited.HAS_DIGIT.search, itertools.chain(*head))) and 0 < 2 * same < len(head)
+
+
+def sequence_table(file: Path, user: str | None, notes: list[str]) -> Table:
+    """A file with one user's items a line, in the order of time.
+
+    `user`: "1" where the first field is the user, "none" where it is an item and the line's number stands for
+    the user. By default a field that differs in all lines is the user: some item would begin two lines.
+    """
+    begins = Counter(fields[0] for fields in _sequences(file)) if user is None else {}
+    leads = user != "none" and max(begins.values(), default=1) == 1
+    which = "first field, as all differ," if leads else "number, as some begin alike,"
+    said = f"a line is one user's items in the order of time; its {which} is the user"
+    notes.append(f"{file.name}: {said} (--user-column {'none' if leads else '1'}: it is not)")
+    names = ("user" if leads else LINE, "item")
+
+    def read() -> Iterator[pa.RecordBatch]:
+        numbered = enumerate(_sequences(file), 1)
+        lines = (fields if leads else [str(number), *fields] for number, fields in numbered)
+        return _batches(names, ((user, item) for user, *items in lines for item in items))
+
+    return Table(str(file), dict(zip(("user", "item"), names, strict=True)), read, names)
+
+
+def parquet_table(file: Path, columns: Mapping[str, str], names: Sequence[str]) -> Table:
     """A Parquet file."""
 
     def read() -> Iterator[pa.RecordBatch]:
         with readers.open_parquet(file) as table, readers.explain_parquet_errors(file):
             yield from table.iter_batches(BATCH_ROWS, columns=[*columns.values()])
 
-    return Table(str(file), columns, read)
+    return Table(str(file), columns, read, names)
 
 
-def read_text(file: Path) -> str:
-    """A file's text: UTF-8 or UTF-16, or else ISO-8859-1, as MovieLens' files are."""
-    with open_utf8(file) as stream:
-        block = stream.read()
-    try:
-        return block.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        return block.decode("latin-1")
-
-
-def read_fields(file: Path, delimiter: str, count: int) -> Iterator[tuple[str, list[str]]]:
-    """(where, fields) of every line that is not empty; the delimiter may have several characters.
+def read_fields(file: Path, delimiter: str, count: int, skip: int = 0) -> Iterator[tuple[str, list[str]]]:
+    """(where, fields) of every line behind `skip` that is not empty; the delimiter may have several
+    characters, or stand for blanks. What is not UTF-8 is ISO-8859-1, as MovieLens' files are.
 
     Raises UserError for a line that does not have `count` fields.
     """
-    for number, line in enumerate(read_text(file).split("\n"), 1):
-        if line.strip():
-            where, row = f"{file} line {number}", line.rstrip("\r").split(delimiter)
-            if len(row) != count:
-                raise UserError(f"{where}: has {len(row)} fields between {delimiter!r}, not {count}")
-            yield where, row
+    with open_utf8(file) as stream:
+        for number, block in enumerate(stream, 1):
+            try:
+                line = block.decode("utf-8-sig")
+            except UnicodeDecodeError:
+                line = block.decode("latin-1")
+            if line.strip() and number > skip:
+                where, row = f"{file} line {number}", line.rstrip("\r\n").split(delimiter.strip() or None)
+                if len(row) != count:
+                    raise UserError(f"{where}: has {len(row)} fields between {delimiter!r}, not {count}")
+                yield where, row
 
 
-def shape_to_stream(file: Path, columns: Iterable[str | None], notes: list[str]) -> Shape:
-    """The shape of a table, of which flags name these columns; `notes` grow.
+def shape_to_stream(file: Path, form: str, columns: Iterable[str | None], known: Collection[str]) -> Shape:
+    """The shape of a table, of which flags name these columns; `known` as of `find_shape`.
 
     Raises UserError with the line of a quote that is not closed: pyarrow would read on to the next.
     """
-    shape = shape_of(file, "," if file.suffix == ".csv" else "\t", numbers_in(columns))
+    find = partial(delimited.find_shape, file=file, numbers=numbers_in(columns), known=known)
     with open_utf8(file) as stream:
-        quoted = any(b'"' in block for block in iter(partial(stream.read, 1 << 20), b""))
-        stream.seek(0)
-        quoted = quoted and any(line.count(b'"') % 2 for line in stream)
-    if quoted and shape.dialect["quoting"] != csv.QUOTE_NONE:
-        for _ in delimited.read(read_lines(file), file, shape):
+        head = [b.decode("utf-8-sig", "replace") for b in itertools.islice(stream, delimited.SAMPLED_LINES)]
+    shape = find(head, usual="," if form == "csv" else "\t")
+    for gap, what in GAPS.items() if not shape.even else ():
+        found = find(["\t".join(line.split(gap.strip() or None)) for line in head], usual="\t")
+        if found.even:
+            notes = [f"{file.name}: {what} are between its fields", *found.notes]
+            return found._replace(dialect={**found.dialect, "delimiter": gap}, notes=notes)
+    if shape.dialect["quoting"] != csv.QUOTE_NONE:
+        with open_utf8(file) as stream:
+            torn = any(line.count(b'"') % 2 for line in stream)
+        for _ in delimited.read(read_lines(file), file, shape) if torn else ():
             pass
-    notes += [note for note in shape.notes if note not in notes]
     return shape
 
 
@@ -183,8 +278,8 @@ def read_rows(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
     Raises UserError for a row that does not fit the header.
     """
-    form = {".parquet": "parquet", ".csv": "csv"}.get(file.suffix, "tsv")
+    form = next((readers.FORMATS[e] for e in file.suffixes[::-1] if e in (".parquet", ".csv")), "tsv")
     for where, row in readers.read_rows(readers.SplitFiles((file,), form)):
         if form != "parquet" and None in row.values():
             raise UserError(f"{where}: has another number of fields than the header")
-        yield where, row
+        yield where, {delimited.ATOMIC_TYPE.sub("", name): value for name, value in row.items()}

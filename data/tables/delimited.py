@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,8 @@ USUAL = re.compile(r"(?i)(.*_)?(id|text|label|user|item|rating|title|name|tokens
 """A word that only a row of names holds."""
 ATOMIC = (".inter", ".item", ".user")
 """Endings of RecBole's tables: tabs, and a type behind each name, as in `user_id:token`."""
+HAS_DIGIT = re.compile(r"\d")
+ATOMIC_TYPE = re.compile(":(token|float)(_seq)?$")
 
 
 class Shape(NamedTuple):
@@ -31,25 +33,39 @@ class Shape(NamedTuple):
     """What `csv.reader` should know."""
     notes: list[str]
     """What the user should know, one line each."""
+    rows: list[list[str]]
+    """The first rows, one that names the columns too."""
+
+    even: bool = False
+    """Whether these have the same number of fields, two or more."""
 
 
-def find_shape(lines: Iterable[str], file: Path, usual: str, numbers: Iterable[str] = ()) -> Shape:
+def find_shape(
+    lines: Iterable[str], file: Path, usual: str, numbers: Iterable[str] = (), known: Collection[str] = ()
+) -> Shape:
     """The shape of a table that begins with these lines; those behind SAMPLED_LINES are not looked at.
 
     `usual`: what is between the fields unless only something else parts all rows alike. `numbers`: columns
-    that flags take by number. Raises UserError for two columns of one name.
+    that flags take by number. `known`: names of columns; a first row without any that is like the others is
+    a row. Raises UserError for two columns of one name.
     """
     head = list(itertools.islice(lines, SAMPLED_LINES))
     dialect, records = _parted(head, usual)
     header_lines, first = records[0]
     dialect["skipinitialspace"] = any(name[:1] == " " for name in first[1:])
-    typed = ":(token|float)(_seq)?$" if file.suffix in ATOMIC else "$"
-    names = [re.sub(typed, "", name.strip("\ufeff \t\r\n")) for name in first]
+    names = [name.strip("\ufeff \t\r\n") for name in first]
+    if {*ATOMIC} & {*file.suffixes} or all(map(ATOMIC_TYPE.search, names)):
+        names = [ATOMIC_TYPE.sub("", name) for name in names]
     mark, notes = dialect["delimiter"], []
     if mark != usual:
         notes.append(f"{file.name}: a {DELIMITERS[mark]} is between its fields")
-    headed = names == [str(n) for n in range(len(names))] or _has_header([row for _, row in records])
-    if taken := [n for n in numbers if 0 < int(n) <= len(names) and not (headed and n in names)]:
+    rows = [row for _, row in records]
+    counted = names == [str(n) for n in range(len(names))] and not (known and len(names) == 2)
+    headed = counted or _has_header(rows) or bool({*known} & {*names})
+    taken = [n for n in numbers if 0 < int(n) <= len(names) and not (headed and n in names)]
+    # A first row is one where a cell of it comes again below, or where all of a column have digits.
+    columns = zip(*rows, strict=False) if known and not headed else ()
+    if taken or any(one[0] in one[1:] or all(map(HAS_DIGIT.search, one)) for one in columns):
         what = "names the columns" if headed else "is a row, too"
         notes.append(f"{file.name}: columns are taken by number; the first row {what}")
         if not headed:
@@ -57,7 +73,7 @@ def find_shape(lines: Iterable[str], file: Path, usual: str, numbers: Iterable[s
         for number in taken:
             names[int(number) - 1] = number
     refuse_twins(names, file, ", or take it by its number, as in --text-column 1")
-    return Shape(names, header_lines, dialect, notes)
+    return Shape(names, header_lines, dialect, notes, rows, len({*map(len, rows)}) == 1 < len(first))
 
 
 def _parted(head: Sequence[str], usual: str) -> tuple[dict[str, Any], list[tuple[int, list[str]]]]:
@@ -123,9 +139,8 @@ def read(lines: Iterable[str], file: Path, shape: Shape) -> Iterator[tuple[str, 
                 _require_closed(read_lines, f"{file} line {begin}", shape)
             read_lines.clear()
             if len(row) > width:
-                way_out = f": quote a field that holds a {mark}" * (
-                    shape.dialect["quoting"] != csv.QUOTE_NONE
-                )
+                quotes = shape.dialect["quoting"] != csv.QUOTE_NONE
+                way_out = f": quote a field that holds a {mark}" if quotes else ""
                 raise UserError(
                     f"{file} line {reader.line_num}: has {len(row)} fields and the header {width}{way_out}"
                 )

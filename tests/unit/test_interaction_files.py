@@ -1,0 +1,256 @@
+"""Tests of the files that interactions come in: whatever the form, the same numbered log."""
+
+from __future__ import annotations
+
+import gzip
+import re
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from isobatch.core.errors import UserError
+from isobatch.core.recipe import Recipe
+from isobatch.data.interactions.dataset import InteractionOptions, Interactions
+from isobatch.data.interactions.formats import read_tables
+from isobatch.data.interactions.log_splits import Numbering, read_log
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from isobatch.data.interactions.tables import Table
+
+IDS = {
+    "integers": ("7", "12", "300"),
+    "text": ("ann", "bob", "c\u00e9d"),
+    "UUIDs": tuple(f"{n:08x}-1b2c-4d3e-8f90-0123456789ab" for n in (0xA1, 0xB2, 0xC3)),
+    "beyond 2^53": ("9007199254740993", "9007199254740994", "18446744073709551615"),
+    "mixed": ("7", "x-1", "0012"),
+}
+EVENTS = [  # user, item: numbers in IDS; rating, time
+    *((0, 1, 4.0, 1_600_000_009), (1, 0, 2.5, 1_600_000_001), (0, 2, 5.0, 1_600_000_003)),
+    *((2, 0, 1.0, 1_600_000_003), (1, 2, -3.0, 1_600_000_002), (2, 1, 3.0, 1_600_000_000)),
+]
+NAMES = ["user_id", "item_id", "rating", "timestamp"]
+SIGNS = {",": "csv", "\t": "tsv", ";": "csv", "|": "txt", "::": "dat", " ": "txt", "\t ": "log"}
+
+
+def rows(ids: str = "integers") -> list[list[str]]:
+    names = IDS[ids]
+    return [[names[u], names[i], str(rating), str(time)] for u, i, rating, time in EVENTS]
+
+
+def opened(
+    path: Path, form: str | None = None, split: str = "all", **options: Any
+) -> tuple[Table, list[str]]:
+    raw = read_tables(path, form, InteractionOptions(**options))
+    return raw.splits[split], raw.notes
+
+
+def log_of(table: Table) -> list[tuple[str, ...]]:
+    """(user, item, perhaps rating and time) of each row as they were read."""
+    users, items = Numbering(), Numbering()
+    log = read_log(table, users, items)
+    others = [log.columns[name].tolist() for name in ("rating", "time") if name in log.columns]
+    named = [[users.names[n] for n in log.user], [items.names[n] for n in log.item]]
+    return [*zip(*named, *others, strict=True)]
+
+
+def expected(ids: str = "integers", width: int = 4) -> list[tuple[Any, ...]]:
+    return [(u, i, float(r), int(t))[:width] for u, i, r, t in rows(ids)]
+
+
+@pytest.mark.parametrize("ids", IDS)
+@pytest.mark.parametrize("packed", [False, True], ids=["", "gzip"])
+@pytest.mark.parametrize("header", ["none", "names", "types"])
+@pytest.mark.parametrize("sign", SIGNS)
+def test_every_form_of_a_table_is_the_same_log(
+    sign: str, header: str, packed: bool, ids: str, tmp_path: Path
+) -> None:
+    typed = [f"{name}:{kind}" for name, kind in zip(NAMES, ["token"] * 2 + ["float"] * 2, strict=True)]
+    above = {"none": [], "names": [NAMES], "types": [typed]}[header]
+    content = "".join(sign.join(row) + "\n" for row in [*above, *rows(ids)]).encode()
+    file = tmp_path / f"log.{SIGNS[sign]}{'.gz' * packed}"
+    file.write_bytes(gzip.compress(content) if packed else content)
+    table, notes = opened(file)
+    assert log_of(table) == expected(ids)
+    by_place = any("read 1 as user, 2 as item, 3 as rating, 4 as time" in note for note in notes)
+    assert by_place == (header == "none")
+
+
+@pytest.mark.parametrize("typed", [False, True])
+@pytest.mark.parametrize("ids", IDS)
+def test_parquet_is_the_same_log(ids: str, typed: bool, tmp_path: Path) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    names = [f"{name}:token" if typed else name for name in NAMES]
+    columns = dict(zip(names, zip(*rows(ids), strict=True), strict=True))
+    kinds = [pa.large_string(), pa.uint64() if ids in ("integers", "beyond 2^53") else pa.string()]
+    own = [
+        [int(v) for v in c] if k == pa.uint64() else [*c]
+        for c, k in zip(columns.values(), kinds, strict=False)
+    ]
+    arrays = [pa.array(v, k) for v, k in zip(own, kinds, strict=True)]
+    arrays += [pa.array([*c]) for c in [*columns.values()][2:]]  # numbers as text
+    parquet.write_table(pa.table(arrays, names=names), tmp_path / "x.inter.parquet", row_group_size=2)
+    assert log_of(opened(tmp_path)[0]) == expected(ids)
+
+
+@pytest.mark.parametrize("width", [2, 3, 4])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 1, 3, 2)], ids=["rating first", "time first"])
+def test_columns_without_names_are_taken_by_place(width: int, order: tuple[int, ...], tmp_path: Path) -> None:
+    kept = [[row[n] for n in order][:width] for row in rows()]
+    (tmp_path / "events.txt").write_text("".join(" ".join(row) + "\n" for row in kept))
+    table, _ = opened(tmp_path)
+    names = ["user", "item", "rating", "time"]
+    assert {*table.columns} == {names[n] for n in order[:width]}
+    swapped, _ = opened(tmp_path, user_column="2", item_column="1")
+    assert [row[:2] for row in log_of(swapped)] == [row[1::-1] for row in expected()]
+
+
+SEQUENCES = {"u1": "7 8 9 4 5 6", "u2": "9 8", "u3": "1 7 2 3 4", "u4": "8 3 1", "u5": "4 7 9 2"}
+
+
+@pytest.mark.parametrize("sign", [" ", "\t", ",", ";"])
+@pytest.mark.parametrize("leads", [True, False], ids=["users", "no users"])
+def test_a_sequence_in_each_line(leads: bool, sign: str, tmp_path: Path) -> None:
+    items = {user: line.split() for user, line in SEQUENCES.items()}
+    if not leads:
+        items["u6"] = ["7", "1"]  # as another line begins
+    lines = [sign.join([user] * leads + line) for user, line in items.items()]
+    (tmp_path / "Shop.txt").write_text("\n".join(lines) + "\n")
+    (tmp_path / "Shop_attributes.json").write_text("{}")
+    (tmp_path / "README.txt").write_text("Of a shop.")
+    users = [*items] if leads else [str(n + 1) for n in range(len(items))]
+    wanted = [(u, i) for u, own in zip(users, items.values(), strict=True) for i in own]
+    for form in (None, "sequences"):
+        table, notes = opened(tmp_path, form)
+        assert log_of(table) == wanted
+        assert ("first field" if leads else "number") in next(n for n in notes if n.startswith("Shop.txt"))
+        assert f"{tmp_path.name}: not read: Shop_attributes.json" in notes
+    other, _ = opened(tmp_path, user_column="none" if leads else "1")
+    assert len(log_of(other)) == len(wanted) + (len(items) if leads else -len(items))
+
+
+DAYS = {
+    "days": ["2024-01-01.csv", "2024-01-02.csv", "2024-01-10.csv"],
+    "parts": ["part-2.csv", "part-9.csv.gz", "part-10.csv"],
+    "folders": [f"dt=2024-01-0{n}/part.csv" for n in (1, 2, 3)],
+    "months": [f"year=2024/month={n}/log.csv" for n in (1, 2, 12)],
+    "one word": ["events-1.csv", "events-2.csv", "events-3.csv"],
+    "a split": ["train/a.csv", "train/b.csv", "train/c.csv"],
+}
+
+
+@pytest.mark.parametrize("case", DAYS)
+def test_files_of_one_log_are_read_in_the_order_of_their_names(case: str, tmp_path: Path) -> None:
+    for n, name in reversed([*enumerate(DAYS[case])]):
+        (file := tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        text = "".join(",".join(row) + "\n" for row in [NAMES, *rows()[2 * n : 2 * n + 2]]).encode()
+        file.write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
+    (tmp_path / "products.csv").write_text("item_id,title\n7,Dune\n")
+    (tmp_path / "_SUCCESS").write_text("")
+    table, notes = opened(tmp_path, split="train" if case == "a split" else "all")
+    assert log_of(table) == expected()
+    assert any(note.startswith("3 files are read as one") for note in notes)
+
+
+LOG = "user,item,time\na1,b1,5\na2,b2,6\n"
+REFUSED: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
+    "two logs": (
+        {"interactions.csv": LOG, "ratings.csv": "user,item,rating\n1,2,3\n"},
+        {},
+        "same split.*keep one",
+    ),
+    "two kinds": ({"1.csv": LOG, "2.tsv": LOG}, {}, "holds csv and tsv files: choose with --format"),
+    "blank user": ({"log.csv": LOG + "  ,b3,7\n"}, {}, "row 3: has no user"),
+    "words as times": (
+        {"log.csv": LOG + "a3,b3,noon\n"},
+        {},
+        "times hold 'noon'.*or leave the column time out",
+    ),
+    "both": (
+        {"1.csv": LOG, "2.csv": LOG.replace(",5", ",2024-01-01").replace(",6", ",2024-01-02")},
+        {},
+        "one kind",
+    ),
+    "unknown names": (
+        {"log.csv": "who,what\nann,x\nbob,y\n"},
+        {},
+        "no column user.*--user-column says which",
+    ),
+    "many columns": ({"log.txt": "1 2 3 4 5\n2 3 4 5 6\n"}, {}, "no column user.*a number takes a column"),
+    "a torn row": ({"log.txt": "1 2 5\n2 3 5\n2 4\n3 4 1\n"}, {}, "no column user"),
+    "a torn line below": ({"log.txt": "1 2 5\n" * 150 + "1 2\n"}, {}, "log.txt line 151: has 2 fields"),
+    "prose": ({"log.txt": "It was so.\nAnd it went on and on.\nThen 3 came.\n"}, {}, "no column user"),
+    "half a gzip": ({"log.csv.gz": LOG}, {}, "is no whole gzip file"),
+    "nothing": (
+        {"movies.dat": "1::A\n", "README": "x"},
+        {},
+        "no table of interactions.*found: README, movies.dat",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_ambiguous_is_refused_in_a_line(case: str, tmp_path: Path) -> None:
+    files, options, message = REFUSED[case]
+    for name, content in files.items():
+        packed = gzip.compress(content.encode())[:-9]
+        (tmp_path / name).write_bytes(packed if name.endswith(".gz") else content.encode())
+    with pytest.raises(UserError, match=message) as caught:
+        log_of(opened(tmp_path, **options)[0])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ([1.0, 2.0**53], "rounded, as decimals"),
+        ([b"a", b"b"], "are binary"),
+        ([[1], [2]], "are list"),
+        ([" ", "x"], "row 1: has no item"),
+        ([None, "x"], "row 1: has no item"),
+    ],
+)
+def test_ids_that_are_none_are_refused(values: list[Any], says: str, tmp_path: Path) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    parquet.write_table(pa.table({"user": [1, 2], "item": values}), tmp_path / "log.parquet")
+    with pytest.raises(UserError, match=says):
+        log_of(opened(tmp_path)[0])
+
+
+TIMES = {
+    "days": ["2024-01-02", "2024-01-01"],
+    "with zone": ["2024-01-01T00:00:00+01:00", "2024-01-01T00:00:00+02:00"],
+    "nanoseconds": ["2024-01-01 00:00:01.000002999", "2024-01-01 00:00:01.000001999"],
+    "decimals": ["2.5", "1"],
+    "negative": ["-1", "-2"],
+}
+
+
+@pytest.mark.parametrize("case", TIMES)
+@pytest.mark.parametrize("form", ["csv", "parquet"])
+def test_times_as_text_are_ordered_as_times(form: str, case: str, tmp_path: Path) -> None:
+    if form == "csv":
+        content = "".join(f"{user},x,{time}\n" for user, time in zip("ab", TIMES[case], strict=True))
+        (tmp_path / "log.csv").write_text("user,item,time\n" + content)
+    else:
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        table = pa.table({"user": ["a", "b"], "item": ["x", "x"], "time": TIMES[case]})
+        parquet.write_table(table, tmp_path / "log.parquet")
+    log = read_log(opened(tmp_path)[0], Numbering(), Numbering())
+    assert log.time[0] > log.time[1]
+    assert log.time.dtype in (np.int64, np.float64)
+
+
+def test_an_unknown_format_is_answered_with_the_known_ones(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text(LOG)
+    recipe = Recipe(task="recommender", data=str(tmp_path), format="lines")
+    with pytest.raises(UserError, match=re.escape("csv, tsv, parquet, txt, sequences")):
+        Interactions(recipe, InteractionOptions()).check()
