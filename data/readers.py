@@ -254,7 +254,7 @@ def open_utf8(file: Path) -> io.BufferedReader:
     Raises UserError.
     """
     if file.suffix.lower() == GZIP:
-        return io.BufferedReader(_Unpacked(file), 1 << 20)  # type: ignore[arg-type]
+        return io.BufferedReader(_Unpacked(file), 1 << 20)
     if not is_utf16(file):
         stream = file.open("rb")
         head = stream.peek(1)

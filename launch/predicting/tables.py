@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
@@ -107,7 +107,7 @@ def _open_writer(path: Path, ending: str, first: Any, opened: contextlib.ExitSta
         return lambda rows: table.write_table(table_of(rows, schema))
     if hasattr(first, "to_pylist"):
         write = _open_writer(path, ending, first.to_pylist(), opened)
-        return lambda rows: write(rows.to_pylist())
+        return lambda rows: write(cast("Any", rows).to_pylist())
     stream = opened.enter_context(path.open("w", encoding="utf-8", newline=""))
     if ending == ".jsonl":
         return lambda rows: stream.writelines(json_line(row) + "\n" for row in rows)
