@@ -49,10 +49,10 @@ class Generates(Protocol):
 class OpensItemLists(Protocol):
     """`isobatch recommend`, `predict` and `serve` of a recommender."""
 
-    def open_lists(self, final: Path, by: str = "model") -> Any:
+    def open_lists(self, final: Path, by: str = "best") -> Any:
         """`Recommendations` (models/recommendation/recommendations.py) whose errors are UserErrors.
 
-        Lists are by the model in `final`, a baseline kept beside it, or the `best` of them.
+        Lists are by the `best` on the validation data, the model in `final`, or a baseline kept beside it.
         """
 
 

@@ -76,7 +76,7 @@ class Interactions(TokenizedData):
     """
 
     Options: ClassVar[type] = InteractionOptions
-    version: ClassVar[int] = 6
+    version: ClassVar[int] = 7
     cache_name: ClassVar[str] = "data.interactions.Interactions"
     demo_vocabulary_size: ClassVar[int] = 512
 
@@ -144,6 +144,7 @@ class Interactions(TokenizedData):
             "history": found.history,
             "starts": found.starts,
             "trained": found.logs["train"].counts("user", len(users)),
+            "recent": found.recent_counts(),
         }
         for name, array in arrays.items():
             save_array(catalogue / f"{name}.npy", array)

@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from isobatch.data.interactions.formats import RawInteractions
 
 
+RECENT_SHARES = (1 / 4, 1 / 16, 1 / 64)
+"""Of the training interactions, the latest in which the popularity of items is counted."""
+
+
 class Numbering:
     """Numbers ids as they come; their final numbers follow from the names of all."""
 
@@ -259,6 +263,16 @@ class LogSplits:
                         yield f"{split}: {new:,} of its {what} are in no training interaction"
                 if same := int(are_in(pair_keys(log.user, log.item, len(self.items)), self.seen).sum()):
                     yield f"{split}: {same:,} of {len(log):,} interactions are in train too"
+
+    def recent_counts(self) -> np.ndarray:
+        """(windows, items) how often each item is among the latest training interactions; no window where
+        there are no times.
+        """
+        train, items = self.logs["train"], len(self.items)
+        latest = train.item[np.argsort(train.time, kind="stable")[::-1]]
+        shares = RECENT_SHARES if self.has_times else ()
+        counts = [np.bincount(latest[: round(share * len(train))], minlength=items) for share in shares]
+        return np.array(counts, np.int64).reshape(-1, items)
 
     def columns(self) -> Mapping[str, Columns]:
         """Split -> `user`, `item`, and of a held-out split `inputs` and perhaps `rivals`."""

@@ -56,7 +56,7 @@ def phase_schedules(
     lengths = [_steps(recipe, index, p, len(phases), steps_per_epoch) for index, p in enumerate(phases)]
     chosen = [n for p, n in zip(phases, lengths, strict=True) if recipe.phase in (None, p.name)]
     least = recipe.least_steps if fewest is None else fewest
-    stretch = max(1.0, least / sum(chosen)) if recipe.steps is None else 1.0
+    stretch = max(1.0, least / sum(chosen)) if recipe.steps is None and sum(chosen) else 1.0
     lengths = [math.ceil(round(steps * stretch, 6)) for steps in lengths]
     return [
         PhaseSchedule(
@@ -78,6 +78,8 @@ def schedules_of(task: Task, facts: Facts, steps_per_epoch: int) -> list[PhaseSc
 
 
 def _steps(recipe: Recipe, index: int, phase: Phase, count: int, steps_per_epoch: int) -> int:
+    if not phase.epochs:
+        return 0  # nothing is learnt by steps
     if recipe.steps is not None:
         return max(1, round(_nth(recipe.steps, index, phase, count, "--steps")))
     epochs = phase.epochs if recipe.epochs is None else _nth(recipe.epochs, index, phase, count, "--epochs")

@@ -28,6 +28,8 @@ def run_phase(state: Training, hooks: Hooks, start: int = 0, stop: int | None = 
         # A resume may find that the phase had stopped early: then it trains nothing.
         if start and hooks.ended():
             return "early"
+        if not state.schedule.steps:
+            hooks.pause(state, 0, {"save"})
         pending: StepOutput | None = None
         for batch in state.batches(start, last):
             step = batch.work.step + 1

@@ -41,9 +41,9 @@ class ListOptions(TrustOptions):
 
     top: number_ranges.Positive = 10
     """Length of a recommender's lists."""
-    by: Literal["model", "popularity", "knn", "ease", "best"] = "model"
-    """What ranks a recommender's items: the model, a baseline of the same interactions that final/ keeps, or
-    the best of them on the validation data."""
+    by: Literal["best", "model", "popularity", "recent", "knn", "ease", "als", "blend"] = "best"
+    """What ranks a recommender's items: the best on the validation data, the model, or a baseline of the same
+    interactions that final/ keeps."""
     only: str | None = None
     """Of a recommender: offer these items alone, ids or titles with commas between them, or a file."""
     without: str | None = None
@@ -80,7 +80,7 @@ def recommend(words: Sequence[str]) -> int:
     """Usage: recommend RUN --user ID,ID | --items ID,ID|FILE | --guests FILE | --similar-to ITEM
     [--out list.csv], or for all users recommend RUN --out lists.parquet [--only FILE|ID,ID]
     [--where "stock > 0"] [--without-category wine] [--without FILE|ID,ID] [--with-seen]
-    [--by ease|knn|popularity|best] [--top 10] [--json]
+    [--by model|popularity|recent|knn|ease|als|blend] [--top 10] [--json]
     """
     run, options = open_single_run(words, "recommend", RecommendOptions)
     asked = [options.user, options.items, options.guests, options.similar_to]
@@ -96,8 +96,6 @@ def recommend(words: Sequence[str]) -> int:
     lists = task.open_lists(run.final, options.by)
     columns = [run.recipe.options.get(f"{name}_column") for name in ("user", "item")]
     remarks = restrict(lists, options, columns[1])
-    if options.by != "model" and not options.json:  # which has it inside
-        remarks.append(f"ranked by {lists.by}")
     return answer(lists, options, remarks, columns)
 
 
@@ -233,7 +231,8 @@ def _counted(blocks: Iterable[tuple[Any, int, int]]) -> Iterator[Any]:
 
 
 def restrict(lists: Recommendations, options: ListOptions, column: str | None) -> list[str]:
-    """Restrict the lists as the flags say; lines on items that training did not know. Raises UserError.
+    """Restrict the lists as the flags say; lines on what ranks them and on items that training did not know.
+    Raises UserError.
 
     `column`: of the items in a file; by default a usual name, or the only one there is.
     """
@@ -247,7 +246,7 @@ def restrict(lists: Recommendations, options: ListOptions, column: str | None) -
     said = _unknown("--only, --without", missing)
     if not lists.offered:
         raise UserError("; ".join(["--only, --without: no item is left to offer: give others", *said]))
-    return said
+    return [f"ranked by {lists.by}", *said]
 
 
 def _unknown(flag: str, missing: Sequence[str]) -> list[str]:

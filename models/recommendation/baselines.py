@@ -1,12 +1,14 @@
-"""Baselines of the same interactions: popularity, item-kNN and EASE; and the model held against each of them.
+"""Baselines of the same interactions: classic recommenders, a blend of the two best, and the model held
+against each of them.
 
-They are fitted at the end of training and kept in final/, item-kNN and EASE as the largest weights of other
-items for each item. What is measured is what is kept.
+They are fitted at the end of training and kept in final/. What is measured is what is kept.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,13 +18,15 @@ from torch import Tensor
 from isobatch.core import atomic_files
 from isobatch.core.terminal.status import doing
 from isobatch.models.recommendation import ranking
+from isobatch.models.recommendation.classics import CLASSICS, Arrays, Settings, Training
 from isobatch.models.recommendation.recommendations import (
     BASELINES,
     BASELINES_FILE,
+    BLEND,
     EASE,
-    KNN,
     MODEL,
     POPULARITY,
+    standardized,
 )
 
 if TYPE_CHECKING:
@@ -31,181 +35,158 @@ if TYPE_CHECKING:
     Batches = Callable[[], Iterable[Batch]]
 
 METRICS = ("hr", "ndcg", "mrr")
-MAX_ITEMS = 10_000
-"""Item-kNN and EASE need an (items, items) matrix: they are left out for larger catalogues."""
-EASE_LAMBDAS = (1000.0, 100.0, 300.0, 3000.0)
-"""L2 regularizations of EASE. Of all settings the best on the validation split is taken, where there is none
-the first."""
-EASE_WEIGHTS = 1024
-"""Weights that EASE keeps of each item: what this and other cuts cost is in benchmarks/LOG.md."""
-KNN_SHRINKAGES = (10.0, 100.0)
-"""Added to the denominator of a cosine, so that a few users in common count little."""
-NEIGHBOURS = 100
-"""Most similar items that item-kNN keeps of each item."""
+BLEND_WEIGHTS = (0.1, 0.3, 0.5, 0.7, 0.9)
+"""Shares of the best on the validation split in a blend with the second."""
+SCORES_TO_TUNE_BY = 1 << 29
+"""Settings are chosen by every n-th row of the validation split, so that about so many scores are ranked."""
 
 
-class ItemWeights(NamedTuple):
-    """A sparse (items, items) matrix W: a user's score of item i is the sum of W[j, i] over his items j."""
+class Fitted(NamedTuple):
+    """A candidate with the best of its settings, and its figure on the validation data."""
 
-    starts: Tensor
-    """(items + 1,) int64: the weights of row j are those from starts[j] to starts[j + 1]."""
-    targets: Tensor
-    """(weights,) uint16 columns, ascending in each row."""
-    values: Tensor
-    """(weights,) fp16."""
-
-    @classmethod
-    def largest(cls, weights: Tensor, count: int) -> ItemWeights:
-        """The `count` largest, by their absolute value, of each column of an (items, items) matrix."""
-        rows = weights.abs().topk(min(count, len(weights)), dim=0).indices
-        kept = torch.zeros_like(weights).scatter_(0, rows, weights.gather(0, rows)).half().to_sparse()
-        sources, targets = kept.indices()
-        starts = torch.searchsorted(sources, torch.arange(len(weights) + 1))
-        return cls(starts, targets.to(torch.uint16), kept.values())
-
-    def dense(self) -> Tensor:
-        """(items, items) fp32."""
-        rows = torch.arange(len(self.starts) - 1)
-        found = torch.zeros(len(rows), len(rows))
-        found[torch.repeat_interleave(rows, self.starts.diff()), self.targets.long()] = self.values.float()
-        return found
-
-
-def ease_weights(gram: Tensor, l2: float) -> Tensor:
-    """(items, items) weights of EASE (Steck 2019): B = I - P / diag(P), P = (X'X + lambda I)^-1."""
-    regular = gram + l2 * torch.eye(len(gram), dtype=gram.dtype)
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(regular))
-    return (inverse / -inverse.diagonal()).float().fill_diagonal_(0)
-
-
-def knn_weights(gram: Tensor, shrinkage: float) -> Tensor:
-    """(items, items) shrunk cosines: users of both / (geometric mean of the users of each + shrinkage)."""
-    norms = gram.diagonal().sqrt()
-    return (gram / (norms[:, None] * norms + shrinkage)).float().fill_diagonal_(0)
-
-
-class Fit(NamedTuple):
-    """A baseline with a setting that is tuned."""
-
-    setting: str
-    values: tuple[float, ...]
-    make: Callable[[Tensor, float], ItemWeights]
-
-
-FITS: Mapping[str, Fit] = {
-    KNN: Fit("shrinkage", KNN_SHRINKAGES, lambda g, v: ItemWeights.largest(knn_weights(g, v), NEIGHBOURS)),
-    EASE: Fit("lambda", EASE_LAMBDAS, lambda g, v: ItemWeights.largest(ease_weights(g, v), EASE_WEIGHTS)),
-}
+    full_ndcg: float
+    settings: Settings
+    arrays: Arrays
 
 
 @torch.no_grad()
-def fit_unmeasured(net: Any, final: Path) -> None:
-    """Keep the baselines in `final` where nothing is held out, with the model for BEST."""
-    _write(final, net, {name: one.weights for name, one in _fitted(net, None, 0).items()}, MODEL)
+def fit_unmeasured(net: Any, final: Path, has_model: bool = True) -> None:
+    """Keep the baselines in `final` where nothing is held out, with the model for BEST, or EASE where the
+    network was not trained.
+    """
+    fitted = _fitted(net, None, 0)
+    _write(final, net, {n: one.arrays for n, one in fitted.items()}, MODEL if has_model else EASE)
 
 
 @torch.no_grad()
 def final_figures(
-    net: Any, final: Path, batches: Batches, validation: Batches | None, k: int
+    net: Any, final: Path, batches: Batches, validation: Batches | None, k: int, has_model: bool = True
 ) -> dict[str, Any]:
     """Keep the baselines in `final`; the metrics of each, and how sure its difference to the model's is.
 
-    Settings are those with the best NDCG among all items in `validation`, never in `batches`.
+    Settings, and the best of all, are those with the best NDCG among all items in `validation`, never in
+    `batches`. `has_model`: whether the network was trained; if not, the best stands in its place.
     """
-    fitted, best = _fitted(net, validation, k), MODEL
-    found: dict[str, Any] = {f"{name}_{FITS[name].setting}": one.value for name, one in fitted.items()}
-    if validation is not None:
-        own = {n: ranking.measure(net, s, validation(), k).figures for n, s in _scorers(net, {}).items()}
-        ndcg = {name: figures[f"full_ndcg@{k}"] for name, figures in own.items()}
-        ndcg |= {name: one.full_ndcg for name, one in fitted.items()}
-        best = found["best_on_validation"] = max(ndcg, key=lambda name: ndcg[name])
-    _write(final, net, {name: one.weights for name, one in fitted.items()}, best)
-    return found | kept_metrics(net, final, batches, k)
+    thin = validation and _thinned(net, validation)
+    fitted, best = _fitted(net, thin, k), MODEL if has_model else EASE
+    found: dict[str, Any] = {}
+    for name, one in fitted.items():
+        found |= {f"{name}_{setting}": value for setting, value in one.settings.items()}
+    if thin is not None:
+        scorers = _scorers(net, {name: one.arrays for name, one in fitted.items()})
+        ndcg = {name: one.full_ndcg for name, one in fitted.items()}
+        ndcg |= {name: _ndcg(net, scorers[name], thin, k) for name in [MODEL, POPULARITY][not has_model :]}
+        first, second = sorted(ndcg, key=lambda name: -ndcg[name])[:2]
+        blends = []
+        for share in BLEND_WEIGHTS:
+            doing(f"blending {first} and {second}, {share:g} of {first}")
+            arrays = {first: torch.tensor([share]), second: torch.tensor([1 - share])}
+            scorer = _scorers(net, {**{n: one.arrays for n, one in fitted.items()}, BLEND: arrays})[BLEND]
+            blends.append(Fitted(_ndcg(net, scorer, thin, k), {}, arrays))
+        fitted[BLEND] = max(blends, key=lambda one: one.full_ndcg)
+        ndcg[BLEND] = fitted[BLEND].full_ndcg
+        shares = [f"{float(share):g} {name}" for name, share in fitted[BLEND].arrays.items()]
+        best = max(ndcg, key=lambda name: ndcg[name])
+        found |= {"blend_of": " + ".join(shares), "best_on_validation": best}
+    _write(final, net, {name: one.arrays for name, one in fitted.items()}, best)
+    return found | kept_metrics(net, final, batches, k, has_model)
 
 
-class TriedSetting(NamedTuple):
-    """A baseline with a value of its setting, and its figure on the validation data."""
-
-    full_ndcg: float
-    value: float
-    weights: ItemWeights
+def _thinned(net: Any, batches: Batches) -> Batches:
+    """Every n-th row of all batches, see SCORES_TO_TUNE_BY."""
+    every = max(1, sum(len(b["user"]) for b in batches()) * len(net.item_text) // SCORES_TO_TUNE_BY)
+    return lambda: ({name: part[::every] for name, part in batch.items()} for batch in batches())
 
 
-def _fitted(net: Any, validation: Batches | None, k: int) -> dict[str, TriedSetting]:
-    """Each baseline as it ranks best among all items; without `validation` with the first value of its
-    setting.
-    """
+def _ndcg(net: Any, scorer: ranking.Scorer, batches: Batches, k: int) -> float:
+    return ranking.measure(net, scorer, batches(), k).figures[f"full_ndcg@{k}"]
+
+
+def _fitted(net: Any, validation: Batches | None, k: int) -> dict[str, Fitted]:
+    """Each classic as it ranks best among all items; without `validation` with the first of its settings."""
     net.eval()
-    if len(net.item_text) > MAX_ITEMS:
-        return {}
-    gram, found = gram_matrix(net), {}
-    for name, fit in FITS.items():
-        tried = []
-        for value in fit.values if validation else fit.values[:1]:
-            doing(f"fitting {BASELINES[name]}, {fit.setting} {value:g}")
-            scorer = _linear_scorer(net, weights := fit.make(gram, value))
-            figures = ranking.measure(net, scorer, validation(), k).figures if validation else {}
-            tried.append(TriedSetting(figures.get(f"full_ndcg@{k}", 0.0), value, weights))
-        found[name] = max(tried, key=lambda one: one.full_ndcg)
+    x = input_matrix(net, torch.arange(len(net.user_text)), net.trained.cpu())
+    data, found = Training(x, x.t().to_sparse_csr(), net.recent.cpu()), {}
+    for name, classic in CLASSICS.items():
+        doing(f"fitting {BASELINES[name]}")
+        for settings, arrays in classic.fit(data, validation is not None):
+            ndcg = _ndcg(net, _scorers(net, {name: arrays})[name], validation, k) if validation else 0.0
+            if name not in found or ndcg > found[name].full_ndcg:
+                found[name] = Fitted(ndcg, settings, arrays)
     return found
 
 
 @torch.no_grad()
-def kept_metrics(net: Any, final: Path, batches: Batches, k: int) -> dict[str, Any]:
-    """How the baselines in `final` rank, and 95 % intervals of their full_ndcg less the model's."""
-    doing("measuring baselines beside the model")
+def kept_metrics(net: Any, final: Path, batches: Batches, k: int, has_model: bool = True) -> dict[str, Any]:
+    """How the baselines in `final` rank, and 95 % intervals of their full_ndcg less the model's.
+
+    Where the network was not trained, the best on the validation data has the names of the model's metrics.
+    """
+    doing("measuring baselines beside the model" if has_model else "measuring the classics")
     net.eval()
+    kept, best = _read(final)
     user, item = (torch.cat([batch[name].long() for batch in batches()]) for name in ("user", "item"))
-    ranked = {n: ranking.measure(net, s, batches(), k) for n, s in _scorers(net, _read(final)).items()}
+    scorers, own = _scorers(net, kept), MODEL if has_model else best
+    ranked = {n: ranking.measure(net, s, batches(), k) for n, s in scorers.items() if has_model or n != MODEL}
     found: dict[str, Any] = {"held_out_users": len(user.unique())}
     cold = {"cold_users": user[net.trained.cpu()[user] == 0], "cold_items": item[net.counts.cpu()[item] == 0]}
     found |= {name: len(ids.unique()) for name, ids in cold.items() if len(ids)}
     evaluated = {f"{way}{m}@{k}" for way in ("", "full_") for m in METRICS}
     for name, (figures, full_ndcg) in ranked.items():
-        prefix = "" if name == MODEL else f"{name}_"
-        for figure, value in figures.items():
+        prefixes = {"" if name == MODEL else f"{name}_", "" if name == own else f"{name}_"}
+        for prefix, (figure, value) in itertools.product(prefixes, figures.items()):
             if name not in (MODEL, POPULARITY) or figure not in evaluated:
                 way = "full_" * figure.startswith("full_")
                 found[f"{way}{prefix}{figure.removeprefix(way)}"] = value
-        interval = paired_interval(full_ndcg - ranked[MODEL].full_ndcg, user)
-        if name != MODEL and interval is not None:
-            found[f"full_{prefix}ndcg@{k}_difference_ci95"] = interval
+        interval = paired_interval(full_ndcg - ranked[own].full_ndcg, user)
+        if name != own and interval is not None:
+            found[f"full_{name}_ndcg@{k}_difference_ci95"] = interval
     return found
 
 
-def _write(final: Path, net: Any, kept: Mapping[str, ItemWeights], best: str) -> None:
+def _write(final: Path, net: Any, kept: Mapping[str, Arrays], best: str) -> None:
     from safetensors.torch import save_file
 
     arrays = {POPULARITY: net.counts.cpu()}
-    for name, weights in kept.items():
-        arrays |= {f"{name}.{part}": array for part, array in weights._asdict().items()}
+    for name, parts in kept.items():
+        arrays |= {f"{name}.{part}": array for part, array in parts.items()}
     save_file(arrays, final / BASELINES_FILE, {"best": best})
     atomic_files.share_as_umask_allows(final)
 
 
-def _read(final: Path) -> dict[str, ItemWeights]:
-    """The baselines with weights that a trained model keeps."""
-    from safetensors.torch import load_file
+def _read(final: Path) -> tuple[dict[str, Arrays], str]:
+    """(the baselines with arrays that a trained model keeps, the best of all)"""
+    from safetensors import safe_open
 
-    arrays = load_file(final / BASELINES_FILE)
-    names = [name for name in FITS if f"{name}.starts" in arrays]
-    return {n: ItemWeights(*(arrays[f"{n}.{part}"] for part in ItemWeights._fields)) for n in names}
+    found: dict[str, Arrays] = {}
+    with safe_open(final / BASELINES_FILE, "pt") as file:
+        for key in file.keys():  # noqa: SIM118  it is no mapping
+            name, _, part = key.partition(".")
+            if part:
+                found.setdefault(name, {})[part] = file.get_tensor(key)
+        return found, file.metadata()["best"]
 
 
-def _scorers(net: Any, kept: Mapping[str, ItemWeights]) -> dict[str, ranking.Scorer]:
+def _scorers(net: Any, kept: Mapping[str, Arrays]) -> dict[str, ranking.Scorer]:
     device = net.seen.device
-    return {
+    found: dict[str, ranking.Scorer] = {
         MODEL: lambda user, inputs: (
             ranking.score_all_items(net, user.to(device), inputs.to(device)).float().cpu()
         ),
         POPULARITY: lambda user, _: net.counts.float().cpu().expand(len(user), -1),
-        **{name: _linear_scorer(net, weights) for name, weights in kept.items()},
     }
+    for name in (n for n in CLASSICS if n in kept):
+        found[name] = partial(_score_classic, net, name, kept[name])
+    if BLEND in kept:
+        shares = [(found[name], float(share)) for name, share in kept[BLEND].items()]
+        found[BLEND] = lambda user, inputs: sum(
+            (share * standardized(one(user, inputs)) for one, share in shares), torch.zeros(())
+        )
+    return found
 
 
-def _linear_scorer(net: Any, weights: ItemWeights) -> ranking.Scorer:
-    matrix = weights.dense()
-    return lambda user, inputs: input_matrix(net, user, inputs) @ matrix
+def _score_classic(net: Any, name: str, arrays: Arrays, user: Tensor, inputs: Tensor) -> Tensor:
+    return CLASSICS[name].score(arrays, input_matrix(net, user, inputs))
 
 
 def paired_interval(differences: Tensor, users: Tensor) -> list[float] | None:
@@ -224,19 +205,11 @@ def paired_interval(differences: Tensor, users: Tensor) -> list[float] | None:
 
 
 def input_matrix(net: Any, user: Tensor, inputs: Tensor) -> Tensor:
-    """(B, items), sparse: 1 where an item is among the first `inputs` (B,) interactions of (B,) users."""
+    """(B, items) CSR: 1 where an item is among the first `inputs` (B,) interactions of (B,) users."""
     rows, items = net.interactions(user.to(net.seen.device), inputs.to(net.seen.device))
     size = len(user), len(net.item_text)
     pairs = (rows * size[1] + items).unique().cpu()
-    places = torch.stack((pairs // size[1], pairs % size[1]))
-    return torch.sparse_coo_tensor(places, torch.ones(len(pairs)), size, check_invariants=False)
-
-
-def gram_matrix(net: Any) -> Tensor:
-    """(items, items) X'X of the training interactions, fp64."""
-    items, users = len(net.item_text), torch.arange(len(net.user_text))
-    gram, trained = torch.zeros(items, items, dtype=torch.float64), net.trained.cpu()
-    for chunk in users.split(max(1, ranking.MAX_SCORES_AT_ONCE // items)):
-        x = input_matrix(net, chunk, trained[chunk])
-        gram += x.T @ x.to_dense()
-    return gram
+    starts = torch.searchsorted(pairs, torch.arange(size[0] + 1) * size[1])
+    return torch.sparse_csr_tensor(
+        starts, pairs % size[1], torch.ones(len(pairs)), size, check_invariants=False
+    )

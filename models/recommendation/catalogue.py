@@ -35,6 +35,9 @@ class Catalogue:
     """(users + 1,) int64: user u had history[starts[u]:starts[u + 1]]."""
     trained: np.ndarray
     """(users,) number of each user's training interactions."""
+    recent: np.ndarray
+    """(windows, items) how often each item is among the latest training interactions; no window where there
+    are no times."""
 
     @classmethod
     def read(cls, folder: str | Path) -> Catalogue:

@@ -46,7 +46,7 @@ def recommender_size(
     shared = options.loss == "sampled-softmax"
     tables = (users + items) * dim + items + (users if options.loss == "bce" else 0)
     count, mlp_width, encoder, cached, flops = tables, 0, 0, 0.0, 0.0
-    if options.head != "dot":
+    if options.head in ("mlp", "neumf"):
         layers = parse_layer_widths(options.layers)
         all_widths = [2 * dim if options.head == "mlp" else dim, *layers, 1]
         count += sum(a * b + b for a, b in itertools.pairwise(all_widths))

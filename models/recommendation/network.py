@@ -60,7 +60,7 @@ class RecommenderNet(nn.Module):
             nn.init.zeros_(self.user_bias.weight)
         for name, texts in (("user_text", catalogue.user_text), ("item_text", catalogue.item_text)):
             self.register_buffer(name, torch.from_numpy(texts.astype("int64")), persistent=False)
-        for name in ("seen", "counts", "history", "starts", "trained"):
+        for name in ("seen", "counts", "history", "starts", "trained", "recent"):
             self.register_buffer(name, torch.from_numpy(getattr(catalogue, name)), persistent=False)
         self.user_text: Tensor
         self.item_text: Tensor
@@ -69,6 +69,7 @@ class RecommenderNet(nn.Module):
         self.history: Tensor
         self.starts: Tensor
         self.trained: Tensor
+        self.recent: Tensor
         self.counts: Tensor
         """(items,) number of training interactions."""
         self.repeats = False

@@ -6,7 +6,8 @@ the head if it is more than a product, the items that each user had, and names.
     from recommendations import Recommendations
     Recommendations("final").top("user id", 10)
     Recommendations("final").for_items(["item id", "item id"], 10)  # of a user who was not there
-    open_recommendations("final", by="ease").top("user id", 10)  # by a baseline
+    open_recommendations("final").top("user id", 10)  # by what was best on the validation data
+    open_recommendations("final", by="ease").top("user id", 10)
 """
 
 from __future__ import annotations
@@ -26,8 +27,12 @@ NAMES_FILE = "names.json"
 CONFIG_FILE = "config.json"
 BASELINES_FILE = "baselines.safetensors"
 MODEL, BEST = "model", "best"
-POPULARITY, KNN, EASE = "popularity", "knn", "ease"
-BASELINES = {POPULARITY: "popularity alone", KNN: "item-kNN", EASE: "EASE"}
+POPULARITY, RECENT, KNN, EASE, ALS = "popularity", "recent", "knn", "ease", "als"
+BLEND = "blend"
+BASELINES = {
+    **{POPULARITY: "popularity alone", RECENT: "recent popularity", KNN: "item-kNN", EASE: "EASE"},
+    **{ALS: "ALS", BLEND: "the blend"},
+}
 """Baselines of the same interactions -> their names in a sentence."""
 UNTRAINED = "nobody took it in training, and no text of it was read"
 WAY_OUT = "train again when it has interactions, or with texts of items"
@@ -36,6 +41,7 @@ TOLERANCE = 1e-6
 """The largest step at which a new user's vector is found."""
 RIDGE = 1e-6
 """Share of the mean variance that is added to each, where there are fewer users than dimensions."""
+TINY = 1e-9
 SHRINKAGE = 5.0
 """An item without text that n users took is as similar as n / (n + SHRINKAGE) of its cosine: vectors that
 were seldom trained are alike by chance (as Koren 2010 shrinks similarities by their support)."""
@@ -56,17 +62,28 @@ except ImportError:  # a copy beside an exported model, where isobatch is not
         """What is asked cannot be answered."""
 
 
-def open_recommendations(folder: str | Path, by: str = MODEL) -> Recommendations:
-    """Lists by the model, by one of BASELINES, or by the `best` of them all on the validation data.
+def open_recommendations(folder: str | Path, by: str = BEST) -> Recommendations:
+    """Lists by the `best` on the validation data, by the model, or by one of BASELINES.
 
-    Where none was held out, the best is the model. Raises RecommendationError.
+    Where none was held out, the best is the model, or EASE where no network was trained. Raises
+    RecommendationError.
     """
     if by == BEST:
         from safetensors import safe_open
 
         with safe_open(Path(folder) / BASELINES_FILE, "numpy") as file:
             by = file.metadata()["best"]
-    return Recommendations(folder) if by == MODEL else BaselineRecommendations(folder, by)
+    if by != MODEL:
+        return BaselineRecommendations(folder, by)
+    if (found := Recommendations(folder)).head == "none":
+        raise RecommendationError("--by model: this run trained none, and fitted the classics alone")
+    return found
+
+
+def standardized(scores: Any) -> Any:
+    """(..., items) scores, numpy's or torch's, with mean 0 and deviation 1 over items; 0 if all are equal."""
+    off = scores - scores.mean(-1)[..., None]
+    return off / ((off**2).mean(-1)[..., None] ** 0.5 + TINY)
 
 
 class Recommendations:
@@ -226,6 +243,11 @@ class Recommendations:
         """`lists` of one user who was not in training, by the different items that tell something of them."""
         return self._by_vectors(self.new_user(telling, weights)[None], taken, top)
 
+    def scores_for(self, taken: np.ndarray, amounts: Any = 1.0) -> Any:
+        """(items,) scores for a user who was not in training and took these different items, by number."""
+        vector = self.new_user(taken, amounts * np.ones(len(taken)))
+        return self.arrays["items"] @ vector + self.arrays["bias"]
+
     @cached_property
     def _known(self) -> Any:
         """(items,) whether anything is known of an item: an interaction in training, or a text."""
@@ -324,11 +346,11 @@ class Recommendations:
             raise RecommendationError(
                 f"item {item}: {UNTRAINED}, so that nothing is known to be like it: {WAY_OUT}"
             )
-        scores = np.where(self._known, self._similarities(number), -np.inf)
+        scores = np.where(self._known, self.similarities(number), -np.inf)
         scores[number] = -np.inf
         return self._entries(*self._top(scores[None], np.arange(0), top))
 
-    def _similarities(self, number: int) -> Any:
+    def similarities(self, number: int) -> Any:
         """(items,) how alike each item is to this one."""
         trust = np.where(self.described, 1.0, self.counts / (self.counts + SHRINKAGE))
         return (self._directions * self._directions[number]).sum(1) * trust
@@ -383,34 +405,51 @@ class Recommendations:
 
 
 class BaselineRecommendations(Recommendations):
-    """Lists by popularity, or by item-kNN or EASE (Steck 2019): sums of weights of what the user had."""
+    """Lists by a baseline: counts, sums of weights of what the user had (item-kNN, EASE), a vector solved for
+    that (ALS), or a blend of the standardized scores of two others.
+    """
 
     def __init__(self, folder: str | Path, by: str) -> None:
         from safetensors.numpy import load_file
 
         super().__init__(folder)
         self.by = by
-        self.described[:] = False
         kept = load_file(Path(folder) / BASELINES_FILE).items()
         self._kept = {k.removeprefix(f"{by}."): v for k, v in kept if k.partition(".")[0] == by}
         if not self._kept:
             raise RecommendationError(
-                f"--by {by}: {BASELINES.get(by, by)} was not fitted: the catalogue is too large"
+                f"--by {by}: {BASELINES.get(by, by)} is not kept here: this data has no times, or nothing was"
+                " held out to choose a blend by"
             )
+        self._parts: list[tuple[float, Recommendations]] = []
+        """Of a blend: shares and what they are of, the largest first."""
+        if by == BLEND:
+            shares = sorted(((float(share[0]), name) for name, share in self._kept.items()), reverse=True)
+            self._parts = [(share, open_recommendations(folder, name)) for share, name in shares]
+        elif by == ALS:
+            self.arrays = {**self.arrays, "items": self._kept["items"]}
+        if not any(part.by == MODEL for _, part in self._parts):
+            self.described[:] = False
 
     def scores(self, user: int) -> Any:
-        return self._scores_for(self._had(user))
+        if self._parts:
+            return sum(share * standardized(part.scores(user)) for share, part in self._parts)
+        return self.scores_for(self._had(user))
 
     def _block(self, users: np.ndarray, taken: np.ndarray, top: int, room: np.ndarray) -> Any:
         return self._top(np.stack([self.scores(n) for n in users.tolist()]), taken, top)
 
     def _lists_for(self, telling: np.ndarray, weights: np.ndarray, taken: np.ndarray, top: int) -> Any:
-        return self._top(self._scores_for(telling, weights)[None], taken, top)
+        return self._top(self.scores_for(telling, weights)[None], taken, top)
 
-    def _scores_for(self, taken: np.ndarray, amounts: Any = 1.0) -> Any:
+    def scores_for(self, taken: np.ndarray, amounts: Any = 1.0) -> Any:
         """(items,) scores of a user who took these different items, by number."""
-        if self.by == POPULARITY:
-            return self._kept[POPULARITY].astype(np.float64)
+        if self._parts:
+            return sum(share * standardized(part.scores_for(taken, amounts)) for share, part in self._parts)
+        if self.by in (POPULARITY, RECENT):
+            return next(iter(self._kept.values())).astype(np.float64)
+        if self.by == ALS:
+            return self._kept["items"] @ self.new_user(taken, amounts * np.ones(len(taken), np.float32))
         starts = self._kept["starts"]
         rows = [np.arange(starts[n], starts[n + 1]) for n in taken]
         places = np.concatenate([np.arange(0), *rows])
@@ -418,11 +457,27 @@ class BaselineRecommendations(Recommendations):
         counts = np.repeat(amounts * np.ones(len(taken)), [*map(len, rows)])
         return np.bincount(targets, weights * counts, len(self.items))
 
-    def _similarities(self, number: int) -> Any:
-        """(items,) for which an item speaks most: its weights."""
-        if self.by == POPULARITY:
+    def new_user(self, taken: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
+        """(dim,) the vector of ALS of a user who took these items: `als_vectors` of the project."""
+        v, (l2, alpha) = self._kept["items"], self._kept["settings"]
+        w = np.ones(len(taken), v.dtype) if weights is None else weights
+        system = (v[taken].T * w) @ v[taken] + alpha * self._gram
+        system += l2 * (w.sum() + alpha * len(v)) * np.eye(v.shape[1], dtype=v.dtype)
+        return np.linalg.solve(system, w @ v[taken])
+
+    @cached_property
+    def _gram(self) -> Any:
+        return self._kept["items"].T @ self._kept["items"]
+
+    def similarities(self, number: int) -> Any:
+        """(items,) for which an item speaks most: its weights; of a blend those of its larger part."""
+        if self._parts:
+            return self._parts[0][1].similarities(number)
+        if self.by in (POPULARITY, RECENT):
             raise RecommendationError("popularity knows no items like another: ask by the model, knn or ease")
-        scores = self._scores_for(np.array([number]))
+        if self.by == ALS:
+            return super().similarities(number)
+        scores = self.scores_for(np.array([number]))
         return np.where(scores > 0, scores, -np.inf)
 
 

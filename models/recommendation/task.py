@@ -23,7 +23,7 @@ from isobatch.models.causal_lm import model_sizes
 from isobatch.models.causal_lm.model_sizes import PRESETS
 from isobatch.models.model_card import ModelDescription, usage_lines
 from isobatch.models.recommendation import model_size, recommendations
-from isobatch.models.recommendation.recommendations import BASELINES, BASELINES_FILE, MODEL
+from isobatch.models.recommendation.recommendations import BASELINES, BASELINES_FILE, BEST, EASE, MODEL
 
 if TYPE_CHECKING:
     from torch import nn
@@ -58,8 +58,8 @@ class RecommenderOptions:
     """Peak learning rate of phase lora; --lr is that of the others."""
     trainable: str = ",".join(TRAINABLE_PARTS)
     """The parts that train besides the encoder."""
-    head: Literal["dot", "mlp", "neumf"] = "dot"
-    """How two vectors make a score."""
+    head: Literal["dot", "mlp", "neumf", "none"] = "dot"
+    """How two vectors make a score. none: no network is trained, and the classics alone are fitted."""
     dim: Positive = 64
     """Width of users' and items' vectors."""
     layers: str = "128,64"
@@ -109,7 +109,8 @@ class Recommender(Task):
             "schedule": "cosine",
             "epochs": [30],
             "least_steps": 1800,
-        }
+        },
+        "classics": {"text": "off", "head": "none", "dim": 1},
     }
 
     def __init__(self, recipe: Recipe, options: Any) -> None:
@@ -119,6 +120,8 @@ class Recommender(Task):
         self.monitor = (f"full_ndcg@{options.top_k}", "max")
 
     def phases(self) -> list[Phase]:
+        if not self._has_network:
+            return [Phase(name="classics", epochs=0.0)]
         lora = Phase(name="lora", epochs=1.0, lr=self.options.lora_lr, share=0.25)
         if self.options.text == "lora":
             return [lora]
@@ -130,6 +133,8 @@ class Recommender(Task):
         found |= hub.unread_revision(self._text_model, self.recipe.tokenizer)
         if self.options.text == "off":
             found |= dict.fromkeys(("model", "tokenizer", "revision", "max_length"), "texts are off")
+        if not self._has_network:
+            found |= dict.fromkeys(("epochs", "steps", "ema"), "the classics are not trained by steps")
         drawn = self.options.loss == "bce"
         found["noise"] = "the negatives' draws are keyed" if drawn else "nothing here draws any"
         return found
@@ -145,6 +150,9 @@ class Recommender(Task):
                 f"--sparse-tables: rows are updated by Adam; leave out --optimizer {recipe.optimizer}": (
                     options.sparse_tables and recipe.optimizer != "adamw"
                 ),
+                "--head none: no network is trained that could read texts: say --preset classics": (
+                    not self._has_network and options.text != "off"
+                ),
                 f"--dim {dim}: neumf halves it, so it must be even": options.head == "neumf" and dim % 2,
                 f"--trainable {','.join(unknown)}: is not one of {', '.join(TRAINABLE_PARTS)}": unknown,
                 f"--cohort {cohort}: must be 0, or from 2 on and divide --batch-size {recipe.batch_size}": (
@@ -158,6 +166,10 @@ class Recommender(Task):
         model_size.parse_layer_widths(options.layers)
         if options.text != "off" and self._text_model not in PRESETS:
             hub.check_model(self._text_model, recipe.revision, recipe.tokenizer, PRESETS, "--text-model")
+
+    @property
+    def _has_network(self) -> bool:
+        return self.options.head != "none"
 
     @property
     def _text_model(self) -> str:
@@ -195,7 +207,8 @@ class Recommender(Task):
         self._text_cache = Path(facts.folder) / TEXT_CACHE_FOLDER
         layers = model_size.parse_layer_widths(options.layers)
         bias = options.loss == "bce"  # of probabilities, which need to know how many items a user takes
-        net = RecommenderNet(catalogue, options.dim, layers, options.head, encoder, user_bias=bias)
+        head = options.head if self._has_network else "dot"
+        net = RecommenderNet(catalogue, options.dim, layers, head, encoder, user_bias=bias)
         net.repeats = bool(facts.extra.get("repeats"))
         return net
 
@@ -274,13 +287,13 @@ class Recommender(Task):
         from isobatch.models.recommendation import baselines
 
         valid = partial(batches, "valid") if {"valid", "test"} <= facts.samples.keys() else None
-        return baselines.final_figures(model, final, batches, valid, self.options.top_k)
+        return baselines.final_figures(model, final, batches, valid, self.options.top_k, self._has_network)
 
     def finish_unmeasured(self, model: Any, final: Path) -> str:
         """Fit the baselines to all interactions."""
         from isobatch.models.recommendation import baselines
 
-        baselines.fit_unmeasured(model, final)
+        baselines.fit_unmeasured(model, final, self._has_network)
         return "nothing tells whether the model or a baseline ranks better: choose by a run with a split"
 
     def kept_metrics(
@@ -289,26 +302,33 @@ class Recommender(Task):
         """See `models/protocols.py::KeepsBaselines`."""
         from isobatch.models.recommendation import baselines
 
-        return baselines.kept_metrics(model, final, batches, self.options.top_k)
+        return baselines.kept_metrics(model, final, batches, self.options.top_k, self._has_network)
 
     def final_remark(self, metrics: Mapping[str, Any]) -> str:
-        """Which baseline ranks better, the best of them; and what to try."""
+        """What ranks the lists; which baseline ranks better than the model, the best of them; what to try."""
         if self.recipe.data == DEMO:
             return ""
-        other = "" if self.recipe.preset == "ids" else "try --preset ids, or "
-        return _verdict(metrics, self.options.top_k, other)
+        other = "" if self.recipe.preset == "ids" else "; try --preset ids"
+        said = _verdict(metrics, self.options.top_k, other) if self._has_network else ""
+        best = metrics.get("best_on_validation", MODEL if self._has_network else EASE)
+        if best == MODEL or best not in BASELINES:
+            return said
+        lists = f"lists are by {BASELINES[best]} unless --by names another"
+        return "; ".join(filter(None, (said, lists)))
 
     def kept_rows(self, run: Path, facts: Facts) -> Mapping[str, Any]:
         from isobatch.models.recommendation.catalogue import kept_rows
 
         return kept_rows(run / "final", facts.folder, self.options.text != "off")
 
-    def open_lists(self, final: Path, by: str = MODEL) -> recommendations.Recommendations:
+    def open_lists(self, final: Path, by: str = BEST) -> recommendations.Recommendations:
         with hub.reading(final):
             return recommendations.open_recommendations(final, by)
 
     def sample(self, model: Any, facts: Facts, folder: Path) -> str | None:
         """The first user's recommendations."""
+        if not self._has_network:
+            return None  # nothing is fitted yet
         found = recommendations.Recommendations(folder)
         lines = [f"  {title}  {score:.2f}" for title, score in found.top(found.users[0], 5)]
         return "\n".join([f"for user {found.users[0]}:", *lines])
@@ -334,7 +354,7 @@ class Recommender(Task):
         told |= {"repeats": model.repeats}
         names = {**catalogue.read_names(facts.folder), **told}
         (folder / recommendations.NAMES_FILE).write_text(json.dumps(names, ensure_ascii=False))
-        config = {"model_type": "isobatch-recommender", "head": model.head}
+        config = {"model_type": "isobatch-recommender", "head": self.options.head}
         (folder / recommendations.CONFIG_FILE).write_text(json.dumps(config))
         shutil.copy(recommendations.__file__, folder / "recommendations.py")
 
@@ -362,13 +382,14 @@ def _verdict(metrics: Mapping[str, Any], k: int, other: str) -> str:
     if not (figures and isinstance(own, float) and isinstance(users, int)):
         return ""
     best = str(metrics.get("best_on_validation"))
-    if best not in figures:  # the model, or nothing was tuned
+    tuned = best in figures
+    if not tuned:  # the model, or nothing was tuned
         best = max(figures, key=lambda name: figures[name][0])
     figure, low, high = figures[best]
     shown = f"95 %: {low:.4f} to {high:.4f}; {metric} {figure:.4f} against {own:.4f}"
     if low > 0:
-        said = f"{BASELINES[best]} ranks better than this model by {figure - own:.4f} ({shown})"
-        return f"{said}: {other}`isobatch recommend RUN --by {best}` gives its lists"
+        said = f"{BASELINES[best]} ranks better than this model by {figure - own:.4f} ({shown}){other}"
+        return said if tuned else f"{said}; `isobatch recommend RUN --by {best}` gives its lists"
     if high < 0:
         return ""
     said = f"the {users:,} held-out users do not tell {BASELINES[best]} and this model apart"

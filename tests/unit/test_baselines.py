@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,8 +11,8 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from isobatch.core.errors import UserError
-from isobatch.models.recommendation import baselines, ranking
-from isobatch.models.recommendation.recommendations import Recommendations, open_recommendations
+from isobatch.models.recommendation import baselines, classics, ranking
+from isobatch.models.recommendation.recommendations import BASELINES, Recommendations, open_recommendations
 from isobatch.tests.unit.test_recommender import ITEMS, USERS, held_out, net, recommender
 
 if TYPE_CHECKING:
@@ -50,60 +49,140 @@ def every(lists: Recommendations) -> np.ndarray:
     return np.stack([lists.scores(user) for user in range(USERS)])
 
 
-def test_weights_are_those_of_the_formulas() -> None:
-    x = interactions(net(text=False))
+def training(model: RecommenderNet) -> classics.Training:
+    x = baselines.input_matrix(model, torch.arange(USERS), model.trained)
+    return classics.Training(x, x.t().to_sparse_csr(), model.recent)
+
+
+def dense(kept: dict[str, Any]) -> np.ndarray:
+    """(items, items) weights."""
+    found, starts = np.zeros((ITEMS, ITEMS)), np.asarray(kept["starts"])
+    rows = np.repeat(np.arange(ITEMS), np.diff(starts))
+    found[rows, np.asarray(kept["targets"]).astype(int)] = np.asarray(kept["values"])
+    return found
+
+
+def ridge(gram: np.ndarray, sources: np.ndarray, item: int, l2: float) -> np.ndarray:
+    """(sources,) weights by which an item is predicted from others."""
+    return np.linalg.solve(gram[np.ix_(sources, sources)] + l2 * np.eye(len(sources)), gram[sources, item])
+
+
+def test_exact_ease_and_knn_are_those_of_the_formulas() -> None:
+    model = net(text=False)
+    x, data = interactions(model), training(model)
     gram = x.T @ x
-    p = np.linalg.inv(gram + 30.0 * np.eye(ITEMS))
-    ease = -p / np.diag(p)
-    knn = np.array(
-        [[gram[i, j] / (math.sqrt(gram[i, i] * gram[j, j]) + 5) for j in range(ITEMS)] for i in range(ITEMS)]
-    )
-    for made, wanted in ((baselines.ease_weights, ease), (baselines.knn_weights, knn)):
+    p = np.linalg.inv(gram + 1000 * np.eye(ITEMS))
+    norms = np.sqrt(np.diag(gram))
+    knn = gram / (np.outer(norms, norms) + classics.KNN_SHRINKAGES[0])
+    for fit, wanted in ((classics.fit_ease, -p / np.diag(p)), (classics.fit_knn, knn)):
         np.fill_diagonal(wanted, 0)
-        found = made(torch.from_numpy(gram), 30.0 if wanted is ease else 5.0)
-        np.testing.assert_allclose(found.numpy(), wanted, rtol=1e-4, atol=1e-8)
+        (_, kept), *others = fit(data, False)
+        np.testing.assert_allclose(dense(kept), wanted, rtol=1e-3, atol=1e-7)
+        assert not others
+        assert kept["values"].dtype == torch.float16
 
 
-def test_the_largest_weights_of_each_column_are_kept() -> None:
-    weights = torch.tensor([[0.0, 0.5, -0.25], [-2.0, 0.0, 0.125], [1.0, 0.25, 0.0]])
-    kept = baselines.ItemWeights.largest(weights, 1)
-    assert kept.dense().tolist() == [[0.0, 0.5, -0.25], [-2.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
-    assert baselines.ItemWeights.largest(weights, 9).dense().tolist() == weights.tolist()
-    assert kept.values.dtype == torch.float16
+@pytest.mark.parametrize("k", [ITEMS, 3])
+def test_ease_of_a_large_catalogue_is_a_ridge_on_the_items_taken_with_each(
+    k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"EXACT_ITEMS": 0, "EASE_NEIGHBOURS": k, "FLOATS_AT_ONCE": 64}.items():
+        monkeypatch.setattr(classics, name, value)
+    model = net(text=False)
+    x, data = interactions(model), training(model)
+    gram = x.T @ x
+    (settings, kept), *others = classics.fit_ease(data, True)
+    assert settings == {"lambda": 1000.0, "neighbours": k}
+    assert len(others) == len(classics.EASE_LAMBDAS) - 1
+    found = dense(kept)
+    p = np.linalg.inv(gram + 1000 * np.eye(ITEMS))
+    for item in range(ITEMS):
+        shared = np.where(np.arange(ITEMS) == item, 0, gram[:, item])
+        sources = np.flatnonzero(found[:, item])
+        most = np.sort(shared)[::-1][:k]
+        assert np.sort(shared[sources]).tolist() == np.sort(most[most > 0]).tolist()
+        wanted = np.zeros(ITEMS)
+        wanted[sources] = ridge(gram, sources, item, 1000.0)
+        np.testing.assert_allclose(found[:, item], wanted, rtol=1e-3, atol=1e-7)
+        if k == ITEMS:  # with all others it is EASE, but for items that nobody took together
+            np.testing.assert_allclose(found[sources, item], -p[sources, item] / p[item, item], rtol=0.1)
 
 
-def test_settings_are_chosen_on_validation_alone(tmp_path: Path) -> None:
+def test_als_solves_its_normal_equations() -> None:
+    x, data = interactions(net(text=False)), training(net(text=False))
+    fixed = torch.randn(ITEMS, 4, generator=torch.Generator().manual_seed(3))
+    found, v = classics.als_vectors(fixed, data.x, 0.02, 0.3), fixed.double().numpy()
+    for user in range(USERS):
+        own = v[x[user] > 0]
+        a = own.T @ own + 0.3 * v.T @ v + 0.02 * (len(own) + 0.3 * ITEMS) * np.eye(4)
+        np.testing.assert_allclose(found[user], np.linalg.solve(a, own.sum(0)), rtol=1e-3, atol=1e-5)
+
+
+def test_settings_and_the_best_are_chosen_on_validation_alone(tmp_path: Path) -> None:
     model, found = write_model(tmp_path)
-    gram = baselines.gram_matrix(model)
-    full = {}
-    for l2 in baselines.EASE_LAMBDAS:
-        scores = (
-            torch.from_numpy(interactions(model)).float() @ baselines.ease_weights(gram, l2).half().float()
-        )
+    x, full = interactions(model), {}
+    for settings, kept in classics.fit_ease(training(model), True):
+        scores = torch.from_numpy(x @ dense(kept))
         others = ranking.candidates(model, VALID["user"], VALID["inputs"])
         ranks = ranking.ranks_of_held_out(VALID, scores[VALID["user"]], others)["full_"]
-        full[l2] = float(ranking.gains(ranks.double(), 3)["ndcg"].mean())
+        full[settings["lambda"]] = float(ranking.gains(ranks.double(), 3)["ndcg"].mean())
     assert full[found["ease_lambda"]] == max(full.values())
+    assert open_recommendations(tmp_path).by == found["best_on_validation"]
     untuned = baselines.final_figures(model, tmp_path, lambda: [TEST], None, 3)
-    assert untuned["ease_lambda"] == baselines.EASE_LAMBDAS[0]
+    assert untuned["ease_lambda"] == classics.EASE_LAMBDAS[0]
     assert "best_on_validation" not in untuned
-    assert open_recommendations(tmp_path, "best").by == "model"
+    assert open_recommendations(tmp_path).by == "model"
 
 
-@pytest.mark.parametrize("by", ["popularity", "knn", "ease"])
+def test_a_blend_adds_standardized_scores_of_the_two_best(tmp_path: Path) -> None:
+    model, found = write_model(tmp_path)
+    parts = [part.split() for part in found["blend_of"].split(" + ")]
+    assert sum(float(share) for share, _ in parts) == pytest.approx(1)
+    wanted = np.zeros((USERS, ITEMS))
+    for share, name in parts:
+        scores = every(open_recommendations(tmp_path, name))
+        scores = scores - scores.mean(1, keepdims=True)
+        wanted += float(share) * scores / np.maximum(scores.std(1, keepdims=True), 1e-9)
+    np.testing.assert_allclose(every(open_recommendations(tmp_path, "blend")), wanted, atol=1e-3)
+    kept, _ = baselines._read(tmp_path)  # noqa: SLF001  what is measured is what is answered by
+    own = baselines._scorers(model, kept)["blend"](torch.arange(USERS), model.trained)  # noqa: SLF001
+    np.testing.assert_allclose(own, wanted, atol=1e-3)
+
+
+def test_without_a_network_the_best_classic_stands_in_its_place(tmp_path: Path) -> None:
+    model, _ = write_model(tmp_path)
+    found = baselines.final_figures(model, tmp_path, lambda: [TEST], lambda: [VALID], 3, has_model=False)
+    best = found["best_on_validation"]
+    assert best in BASELINES
+    assert "model" not in found["blend_of"]
+    assert f"full_{best}_ndcg@3_difference_ci95" not in found
+    if best != "popularity":
+        assert found["full_ndcg@3"] == found[f"full_{best}_ndcg@3"]
+    baselines.fit_unmeasured(model, tmp_path, has_model=False)
+    assert open_recommendations(tmp_path).by == "ease"
+    (tmp_path / "config.json").write_text(json.dumps({"head": "none"}))
+    with pytest.raises(UserError, match="--by model: this run trained none"):
+        recommender().open_lists(tmp_path, "model")
+
+
+@pytest.mark.parametrize("by", ["popularity", "recent", "knn", "ease", "als"])
 def test_lists_and_figures_are_those_of_the_file_that_is_kept(by: str, tmp_path: Path) -> None:
     model, found = write_model(tmp_path)
     kept, x = load_file(tmp_path / baselines.BASELINES_FILE), interactions(model)
     if by == "popularity":
         scores = np.tile(x.sum(0), (USERS, 1))
+    elif by == "recent":
+        assert any((kept["recent.counts"] == counts.numpy()).all() for counts in model.recent)
+        scores = np.tile(kept["recent.counts"].astype(float), (USERS, 1))
+    elif by == "als":
+        scores = classics.als_scores(
+            {part: torch.from_numpy(kept[f"als.{part}"]) for part in ("items", "settings")}, training(model).x
+        ).numpy()
     else:
-        dense = np.zeros((ITEMS, ITEMS))
-        rows = np.repeat(np.arange(ITEMS), np.diff(kept[f"{by}.starts"]))
-        dense[rows, kept[f"{by}.targets"]] = kept[f"{by}.values"]
-        scores = x @ dense
+        scores = x @ dense({part: kept[f"{by}.{part}"] for part in ("starts", "targets", "values")})
     lists = open_recommendations(tmp_path, by)
     assert lists.by == by
-    np.testing.assert_allclose(every(lists), scores, atol=1e-6)
+    np.testing.assert_allclose(every(lists), scores, atol=1e-5)
     ranks = []
     for user, item in zip(TEST["user"].tolist(), TEST["item"].tolist(), strict=True):
         others = [i for i in range(ITEMS) if not x[user, i] and i != item]
@@ -135,14 +214,13 @@ def test_what_an_item_is_like_is_told_by_weights(tmp_path: Path) -> None:
         recommender().open_lists(tmp_path, "ease")
 
 
-def test_a_large_catalogue_keeps_popularity_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(baselines, "MAX_ITEMS", ITEMS - 1)
-    _, found = write_model(tmp_path)
-    assert "ease_hr@3" not in found
-    assert "full_popularity_ndcg@3_difference_ci95" in found
-    assert recommender().open_lists(tmp_path, "popularity").recommend("u1", 2)
-    with pytest.raises(UserError, match="--by ease: EASE was not fitted: the catalogue is too large"):
-        recommender().open_lists(tmp_path, "ease")
+def test_what_is_not_kept_is_refused_in_one_line(tmp_path: Path) -> None:
+    model, _ = write_model(tmp_path)
+    model.recent = torch.zeros(0, ITEMS)
+    baselines.fit_unmeasured(model, tmp_path)
+    for by in ("recent", "blend"):
+        with pytest.raises(UserError, match=f"--by {by}: .* is not kept here"):
+            recommender().open_lists(tmp_path, by)
 
 
 def test_intervals_count_rows_of_a_user_together() -> None:
@@ -185,9 +263,7 @@ def test_rows_are_ranked_alike_however_they_are_batched(
 def test_without_held_out_data_the_first_settings_are_fitted(tmp_path: Path) -> None:
     model, _ = write_model(tmp_path)
     baselines.fit_unmeasured(model, tmp_path)
-    assert open_recommendations(tmp_path, "best").by == "model"
-    x = interactions(model)
-    shrunk = baselines.knn_weights(baselines.gram_matrix(model), baselines.KNN_SHRINKAGES[0])
-    np.testing.assert_allclose(
-        every(open_recommendations(tmp_path, "knn")), x @ shrunk.double().numpy(), atol=2e-3
-    )
+    assert open_recommendations(tmp_path).by == "model"
+    (_, kept), *_ = classics.fit_knn(training(model), False)
+    wanted = interactions(model) @ dense(kept)
+    np.testing.assert_allclose(every(open_recommendations(tmp_path, "knn")), wanted, atol=1e-5)

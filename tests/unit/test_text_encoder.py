@@ -31,7 +31,7 @@ def texts(count: int = 23, longest: int = 14) -> Catalogue:
     lengths = draw.integers(1, longest, size=count)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     none = np.zeros(1, np.int64)
-    return Catalogue(draw.integers(3, WORDS, size=offsets[-1]), offsets, *[none] * 7)
+    return Catalogue(draw.integers(3, WORDS, size=offsets[-1]), offsets, *[none] * 8)
 
 
 def encoder(family: str = "gpt2", lora: int = 2) -> TextEncoder:
