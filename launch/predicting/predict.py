@@ -229,7 +229,7 @@ def open_answerer(found: Found, options: ModelOptions) -> Answerer:
     if isinstance(task, protocols.OpensItemLists):
         _refuse_unread(options, what, "text_column", *LISTS)
         lists = task.open_lists(run.final, options.by)
-        print_lines(*restrict(lists, options, asked.get("item_column")))
+        print_lines(f"ranked by {lists.by}", *restrict(lists, options, asked.get("item_column")))
         users = tables.UserReader(text or asked.get("user_column"), lists=lists)
         return Answerer(partial(_recommend, lists, options.top), users)
     if isinstance(task, protocols.ScoresAnswers):

@@ -95,7 +95,7 @@ def recommend(words: Sequence[str]) -> int:
         tables.check_out(options.out, None)
     lists = task.open_lists(run.final, options.by)
     columns = [run.recipe.options.get(f"{name}_column") for name in ("user", "item")]
-    remarks = restrict(lists, options, columns[1])
+    remarks = [f"ranked by {lists.by}", *restrict(lists, options, columns[1])]
     return answer(lists, options, remarks, columns)
 
 
@@ -231,8 +231,7 @@ def _counted(blocks: Iterable[tuple[Any, int, int]]) -> Iterator[Any]:
 
 
 def restrict(lists: Recommendations, options: ListOptions, column: str | None) -> list[str]:
-    """Restrict the lists as the flags say; lines on what ranks them and on items that training did not know.
-    Raises UserError.
+    """Restrict the lists as the flags say; lines on items that training did not know. Raises UserError.
 
     `column`: of the items in a file; by default a usual name, or the only one there is.
     """
@@ -246,7 +245,7 @@ def restrict(lists: Recommendations, options: ListOptions, column: str | None) -
     said = _unknown("--only, --without", missing)
     if not lists.offered:
         raise UserError("; ".join(["--only, --without: no item is left to offer: give others", *said]))
-    return [f"ranked by {lists.by}", *said]
+    return said
 
 
 def _unknown(flag: str, missing: Sequence[str]) -> list[str]:

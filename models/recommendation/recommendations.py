@@ -68,7 +68,9 @@ def open_recommendations(folder: str | Path, by: str = BEST) -> Recommendations:
     Where none was held out, the best is the model, or EASE where no network was trained. Raises
     RecommendationError.
     """
-    if by == BEST:
+    if by == BEST and not (Path(folder) / BASELINES_FILE).is_file():
+        by = MODEL
+    elif by == BEST:
         from safetensors import safe_open
 
         with safe_open(Path(folder) / BASELINES_FILE, "numpy") as file:
@@ -449,7 +451,8 @@ class BaselineRecommendations(Recommendations):
         if self.by in (POPULARITY, RECENT):
             return next(iter(self._kept.values())).astype(np.float64)
         if self.by == ALS:
-            return self._kept["items"] @ self.new_user(taken, amounts * np.ones(len(taken), np.float32))
+            user = self.new_user(taken, amounts * np.ones(len(taken), np.float32))
+            return (self._kept["items"] * user).sum(1)  # the same for equal vectors
         starts = self._kept["starts"]
         rows = [np.arange(starts[n], starts[n + 1]) for n in taken]
         places = np.concatenate([np.arange(0), *rows])

@@ -85,6 +85,9 @@ def write_twins(folder: Path, by: str) -> Recommendations:
         weights = [np.tile(w, 2) for w in draws.integers(1, 9, size=(MANY, 4))]
         kept |= {f"{name}.starts": np.arange(0, 8 * MANY + 1, 8), f"{name}.targets": np.concatenate(targets)}
         kept[f"{name}.values"] = np.concatenate(weights).astype(np.float16)
+    kept |= {"recent.counts": kept["popularity"] + 1, "als.items": as_float["items"]}
+    kept |= {"als.settings": np.array([0.1, 0.1], np.float32)}
+    kept |= {f"blend.{name}": np.array([0.5], np.float32) for name in ("knn", "ease")}
     save_file(kept, folder / "baselines.safetensors")
     return open_recommendations(folder, by if by in BASELINES else "model")
 
