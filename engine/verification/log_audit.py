@@ -96,8 +96,8 @@ class LogRecord:
         """Rows of decisions.jsonl about changes of the model while it trained."""
         self.unproven: list[str] = []
         """What the records themselves say was not as it should be, a sentence each."""
-        self._number = -1
-        """Index of the current phase."""
+        self._number = -1 if any(phase.schedule.steps for phase in self.phases) else 0
+        """Index of the current phase; -1 before the first step that there is to be."""
         self._batches: Iterator[Any] = iter(())
         self._chain, self._step, self._samples = "", 0, 0
         self._every: int | None = None
