@@ -174,7 +174,8 @@ def _check_summary(
         said, trained = getattr(plan, name), last[name]
         is_same = tuple(said or ()) == tuple(trained or ())
         check(is_same, f"plan.json says {name} {said}, and the run was trained with {trained}")
-    wanted = {"samples_seen": row.get("samples", 0), "tokens_seen": row.get("tokens", 0), "task": run.recipe.task}
+    wanted = {f"{what}_seen": row.get(what, 0) for what in ("samples", "tokens")}
+    wanted |= {"task": run.recipe.task}
     wanted |= {"global_batch": run.recipe.batch_size, "world_size": plan.processes}
     wanted |= {name: getattr(plan, name) for name in ("strategy", "precision", "invariance")}
     wanted |= {"before": before_training(log.before)}

@@ -18,7 +18,7 @@ from torch import Tensor
 from isobatch.core import atomic_files
 from isobatch.core.terminal.status import doing
 from isobatch.models.recommendation import ranking
-from isobatch.models.recommendation.classics import CLASSICS, Arrays, Settings, Training
+from isobatch.models.recommendation.classics import CLASSICS, Arrays, Settings, TrainingPairs
 from isobatch.models.recommendation.recommendations import (
     BASELINES,
     BASELINES_FILE,
@@ -106,7 +106,7 @@ def _fitted(net: Any, validation: Batches | None, k: int) -> dict[str, Fitted]:
     """Each classic as it ranks best among all items; without `validation` with the first of its settings."""
     net.eval()
     x = input_matrix(net, torch.arange(len(net.user_text)), net.trained.cpu())
-    data, found = Training(x, x.t().to_sparse_csr(), net.recent.cpu()), {}
+    data, found = TrainingPairs(x, x.t().to_sparse_csr(), net.recent.cpu()), {}
     for name, classic in CLASSICS.items():
         doing(f"fitting {BASELINES[name]}")
         for settings, arrays in classic.fit(data, validation is not None):

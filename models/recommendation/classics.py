@@ -42,7 +42,7 @@ MEMORY_SHARE = 0.25
 """Of the free memory, that the matrices of EASE may fill."""
 
 
-class Training(NamedTuple):
+class TrainingPairs(NamedTuple):
     """The training interactions."""
 
     x: Tensor
@@ -55,7 +55,7 @@ class Training(NamedTuple):
 class Classic(NamedTuple):
     """A classic recommender: how it is fitted, and how what is kept of it scores."""
 
-    fit: Callable[[Training, bool], Iterable[tuple[Settings, Arrays]]]
+    fit: Callable[[TrainingPairs, bool], Iterable[tuple[Settings, Arrays]]]
     """(data, whether to tune) -> settings with their fits; the first is the default."""
     score: Callable[[Arrays, Tensor], Tensor]
     """(arrays, (B, items) CSR of what users had) -> (B, items)."""
@@ -75,7 +75,7 @@ def _starts(counts: Tensor) -> Tensor:
     return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 
 
-def gram_rows(data: Training, items: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def gram_rows(data: TrainingPairs, items: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(place among `items`, item, how many users took both), where any did; without an item with itself."""
     gram = rows_of(data.of_items, items) @ data.x
     owner = torch.repeat_interleave(torch.arange(len(items)), gram.crow_indices().diff())
@@ -113,14 +113,14 @@ def weighted_sums(kept: Arrays, x: Tensor) -> Tensor:
     return (x @ torch.sparse_csr_tensor(*parts, size, check_invariants=False)).to_dense()
 
 
-def fit_recent(data: Training, tune: bool) -> Iterator[tuple[Settings, Arrays]]:
+def fit_recent(data: TrainingPairs, tune: bool) -> Iterator[tuple[Settings, Arrays]]:
     """Popularity in the latest interactions; `share`: of all, that are counted."""
     whole = max(1, len(data.x.col_indices()))
     for counts in data.recent if tune else data.recent[:1]:
         yield {"share": round(float(counts.sum()) / whole, 4)}, {"counts": counts.clone()}
 
 
-def fit_knn(data: Training, tune: bool) -> Iterator[tuple[Settings, Arrays]]:
+def fit_knn(data: TrainingPairs, tune: bool) -> Iterator[tuple[Settings, Arrays]]:
     """Shrunk cosines: users of both / (geometric mean of the users of each + shrinkage)."""
     items, shrinkages = data.x.shape[1], KNN_SHRINKAGES if tune else KNN_SHRINKAGES[:1]
     norms = data.of_items.crow_indices().diff().float().sqrt()
@@ -140,7 +140,7 @@ def is_exact(items: int) -> bool:
     return items <= EXACT_ITEMS and 16 * items**2 <= MEMORY_SHARE * psutil.virtual_memory().available
 
 
-def fit_ease(data: Training, tune: bool) -> Iterator[tuple[Settings, Arrays]]:
+def fit_ease(data: TrainingPairs, tune: bool) -> Iterator[tuple[Settings, Arrays]]:
     """EASE (Steck 2019): each item is predicted by all others, or in a large catalogue by a few."""
     lambdas = EASE_LAMBDAS if tune else EASE_LAMBDAS[:1]
     if not is_exact(data.x.shape[1]):
@@ -151,7 +151,7 @@ def fit_ease(data: Training, tune: bool) -> Iterator[tuple[Settings, Arrays]]:
         yield {"lambda": l2}, _exact_ease(gram, l2)
 
 
-def _gram(data: Training) -> Tensor:
+def _gram(data: TrainingPairs) -> Tensor:
     """(items, items) X'X, fp64."""
     items = data.x.shape[1]
     gram = torch.empty(items, items, dtype=torch.float64)
@@ -176,7 +176,7 @@ def _exact_ease(gram: Tensor, l2: float) -> Arrays:
     return item_weights(*map(torch.cat, zip(*parts, strict=True)), items)
 
 
-def _sparse_ease(data: Training, lambdas: Iterable[float]) -> Iterator[tuple[Settings, Arrays]]:
+def _sparse_ease(data: TrainingPairs, lambdas: Iterable[float]) -> Iterator[tuple[Settings, Arrays]]:
     """b = (G_SS + lambda I)^-1 G_Si of item i, S the k items that most of its users took.
 
     As fsSLIM (Ning and Karypis 2011) selects, with a ridge in place of an elastic net.
@@ -199,7 +199,7 @@ def _sparse_ease(data: Training, lambdas: Iterable[float]) -> Iterator[tuple[Set
         yield {"lambda": l2, "neighbours": k}, made
 
 
-def _nearest(data: Training, targets: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def _nearest(data: TrainingPairs, targets: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """(n, k) the items that most of each target's users took, `items` for none; (n, k) how many did."""
     nearest = torch.full((len(targets), k), data.x.shape[1])
     shared = torch.zeros(len(targets), k)
@@ -210,7 +210,7 @@ def _nearest(data: Training, targets: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return nearest, shared
 
 
-def _grams_of(data: Training, nearest: Tensor) -> Tensor:
+def _grams_of(data: TrainingPairs, nearest: Tensor) -> Tensor:
     """(n, k, k) how many users took each two of the (n, k) items of a row."""
     (n, k), items = nearest.shape, data.x.shape[1]
     grams = torch.zeros(n * k, k)
@@ -235,7 +235,7 @@ def _grams_of(data: Training, nearest: Tensor) -> Tensor:
     return grams.view(n, k, k)
 
 
-def fit_als(data: Training, tune: bool) -> Iterator[tuple[Settings, Arrays]]:
+def fit_als(data: TrainingPairs, tune: bool) -> Iterator[tuple[Settings, Arrays]]:
     """Alternating least squares of implicit feedback; see `als_vectors`."""
     for dim, l2, alpha in ALS_SETTINGS if tune else ALS_SETTINGS[:1]:
         shape = (data.x.shape[1], int(dim))

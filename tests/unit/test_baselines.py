@@ -49,9 +49,9 @@ def every(lists: Recommendations) -> np.ndarray:
     return np.stack([lists.scores(user) for user in range(USERS)])
 
 
-def training(model: RecommenderNet) -> classics.Training:
+def training(model: RecommenderNet) -> classics.TrainingPairs:
     x = baselines.input_matrix(model, torch.arange(USERS), model.trained)
-    return classics.Training(x, x.t().to_sparse_csr(), model.recent)
+    return classics.TrainingPairs(x, x.t().to_sparse_csr(), model.recent)
 
 
 def dense(kept: dict[str, Any]) -> np.ndarray:
