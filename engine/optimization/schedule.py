@@ -56,7 +56,8 @@ def phase_schedules(
     lengths = [_steps(recipe, index, p, len(phases), steps_per_epoch) for index, p in enumerate(phases)]
     chosen = [n for p, n in zip(phases, lengths, strict=True) if recipe.phase in (None, p.name)]
     least = recipe.least_steps if fewest is None else fewest
-    stretch = max(1.0, least / sum(chosen)) if recipe.steps is None and sum(chosen) else 1.0
+    planned = sum(chosen)
+    stretch = max(1.0, least / planned) if recipe.steps is None and planned else 1.0
     lengths = [math.ceil(round(steps * stretch, 6)) for steps in lengths]
     return [
         PhaseSchedule(

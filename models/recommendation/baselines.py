@@ -106,7 +106,7 @@ def _fitted(net: Any, validation: Batches | None, k: int) -> dict[str, Fitted]:
     """Each classic as it ranks best among all items; without `validation` with the first of its settings."""
     net.eval()
     x = input_matrix(net, torch.arange(len(net.user_text)), net.trained.cpu())
-    data, found = TrainingPairs(x, x.t().to_sparse_csr(), net.recent.cpu()), {}
+    data, found = TrainingPairs(x, x.t().to_sparse_csr(), net.recent.cpu()), dict[str, Fitted]()
     for name, classic in CLASSICS.items():
         doing(f"fitting {BASELINES[name]}")
         for settings, arrays in classic.fit(data, validation is not None):

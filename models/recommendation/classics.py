@@ -92,12 +92,13 @@ def _largest(owner: Tensor, scores: Tensor, count: int) -> tuple[Tensor, Tensor]
     return order[rank < count], rank[rank < count]
 
 
-def item_weights(sources: Tensor, targets: Tensor, values: Tensor, items: int) -> Arrays:
+def item_weights(parts: Iterable[tuple[Tensor, ...]], items: int) -> Arrays:
     """A sparse (items, items) W: a user's score of item i is the sum of W[j, i] over his items j.
 
     `starts` (items + 1,): row j has the weights from starts[j] to starts[j + 1]; `targets`, ascending in
-    each row, and `values` fp16 (weights,).
+    each row, and `values` fp16 (weights,). `parts`: j, i and W[j, i] (n,) of some.
     """
+    sources, targets, values = map(torch.cat, zip(*parts, strict=True))
     kept = (values := values.half()) != 0
     sources, targets, values = sources[kept], targets[kept], values[kept]
     order = (sources * items + targets).argsort()
@@ -132,18 +133,13 @@ def fit_knn(data: TrainingPairs, tune: bool) -> Iterator[tuple[Settings, Arrays]
             kept, _ = _largest(owner, cosines, NEIGHBOURS)
             parts.append((others[kept], targets[owner[kept]], cosines[kept]))
     for shrinkage, parts in zip(shrinkages, found, strict=True):
-        yield {"shrinkage": shrinkage}, item_weights(*map(torch.cat, zip(*parts, strict=True)), items)
-
-
-def is_exact(items: int) -> bool:
-    """Whether EASE is fitted exactly: two fp64 matrices (items, items) fit its share of the free memory."""
-    return items <= EXACT_ITEMS and 16 * items**2 <= MEMORY_SHARE * psutil.virtual_memory().available
+        yield {"shrinkage": shrinkage}, item_weights(parts, items)
 
 
 def fit_ease(data: TrainingPairs, tune: bool) -> Iterator[tuple[Settings, Arrays]]:
     """EASE (Steck 2019): each item is predicted by all others, or in a large catalogue by a few."""
     lambdas = EASE_LAMBDAS if tune else EASE_LAMBDAS[:1]
-    if not is_exact(data.x.shape[1]):
+    if data.x.shape[1] > EXACT_ITEMS:
         yield from _sparse_ease(data, lambdas)
         return
     gram = _gram(data)
@@ -173,7 +169,7 @@ def _exact_ease(gram: Tensor, l2: float) -> Arrays:
         sources = weights.abs().topk(min(EASE_WEIGHTS, items)).indices
         same = targets[:, None].expand_as(sources)
         parts.append((sources.flatten(), same.flatten(), weights.gather(1, sources).float().flatten()))
-    return item_weights(*map(torch.cat, zip(*parts, strict=True)), items)
+    return item_weights(parts, items)
 
 
 def _sparse_ease(data: TrainingPairs, lambdas: Iterable[float]) -> Iterator[tuple[Settings, Arrays]]:
@@ -195,7 +191,7 @@ def _sparse_ease(data: TrainingPairs, lambdas: Iterable[float]) -> Iterator[tupl
                 same = targets[part, None].expand_as(there)
                 parts.append((nearest[part][there], same[there], weights[there]))
     for l2, parts in found.items():
-        made = item_weights(*map(torch.cat, zip(*parts, strict=True)), items)
+        made = item_weights(parts, items)
         yield {"lambda": l2, "neighbours": k}, made
 
 
