@@ -16,7 +16,7 @@ import numpy as np
 
 from isobatch.core.errors import UserError
 from isobatch.data import corpora, tokenizers
-from isobatch.data.base import TEST, Columns, Ragged, save, save_array
+from isobatch.data.base import TEST, WEIGHT, Columns, Ragged, save, save_array
 from isobatch.data.corpora import DEMO
 from isobatch.data.digests import file_hash
 from isobatch.data.interactions import demo, formats, movielens
@@ -51,6 +51,8 @@ class InteractionOptions:
     repeats: Literal["once", "all"] = "once"
     """once: a pair that is repeated counts once, at its last time, and what a user had is no candidate. all:
     repeats stay, and what a user had may be held out again and stays among the candidates."""
+    samples: Literal["pairs", "sequences"] = "pairs"
+    """What is trained on: pairs of a user and an item, or each user's last --max-length + 1 items in time."""
     catalogue: Literal["all", "taken"] = "all"
     """all: every item of the items' table is ranked and recommended. taken: those with an interaction."""
     min_rating: float = 0.0
@@ -72,7 +74,9 @@ class Interactions(TokenizedData):
 
     Columns: `user`, `item` (n,) int32. Held-out splits also have `inputs` (n,) int32, how many of the user's
     interactions in time are known, and where negatives were asked for or the data names them `rivals` (n,
-    negatives) int32, those that each item is ranked against; -1 stands for none.
+    negatives) int32, those that each item is ranked against; -1 stands for none. Of --samples sequences
+    training rows have `user`, `items`, int32 in time of each row, and `target.weight` (n,), how many of these
+    follow another.
     """
 
     Options: ClassVar[type] = InteractionOptions
@@ -124,13 +128,32 @@ class Interactions(TokenizedData):
         return formats.read_tables(path, self.recipe.format, self.options)
 
     def read(self) -> Mapping[str, Columns]:
-        return LogSplits(self._load(), self.options, self.recipe).columns()
+        return self._columns(LogSplits(self._load(), self.options, self.recipe))
+
+    def _columns(self, found: LogSplits) -> dict[str, Columns]:
+        """Split -> columns. Raises UserError where no user has a sequence."""
+        columns = found.columns()
+        if self.options.samples == "sequences":
+            trained = found.logs["train"].counts("user", len(found.users))
+            user = np.flatnonzero(trained > 1).astype(np.int32)
+            if short := int((trained == 1).sum()):
+                found.notes.append(f"{short:,} users have one item to train on, which follows none: left out")
+            if not len(user):
+                raise UserError(
+                    f"--samples sequences: no user of {self.recipe.data} has two items to train on"
+                )
+            length = np.minimum(trained[user], self.recipe.max_length + 1)
+            ends = found.starts[user] + trained[user]  # who is trained on has nothing before
+            within = np.arange(length.sum()) - np.repeat(np.cumsum(length), length)
+            items = Ragged.of_lengths(found.history[np.repeat(ends, length) + within], length)
+            columns["train"] = {"items": items, "user": user, f"target{WEIGHT}": length - 1}
+        return columns
 
     def prepare(self, folder: Path) -> dict[str, Any]:
         raw = self._load()
         found = LogSplits(raw, self.options, self.recipe)
         users, items = found.users, found.items
-        for split, columns in found.columns().items():
+        for split, columns in self._columns(found).items():
             save(folder / split, columns)
         texts, of_users, of_items = unique_texts(raw, users, items)
         tokenizer, special = self._open_or_train_tokenizer(lambda: texts)
@@ -203,7 +226,10 @@ class Interactions(TokenizedData):
 
     def describe_rows(self, facts: Facts, batch: Mapping[str, np.ndarray]) -> list[str]:
         names = self._names(facts)
-        pairs = zip(batch["user"].tolist(), batch["item"].tolist(), strict=True)
+        item = batch.get("item")
+        if item is None:  # the last of each sequence
+            item = batch["items"][np.arange(len(batch["user"])), batch["length"] - 1]
+        pairs = zip(batch["user"].tolist(), item.tolist(), strict=True)
         return [f"user {names['users'][u]}, item {names['titles'][i]}" for u, i in pairs]
 
     def _names(self, facts: Facts) -> dict[str, list[str]]:

@@ -1,6 +1,7 @@
 """Losses of recommenders: each user-item pair against negative items, as a sum over the pairs.
 
-Letters: B pairs, n negatives of a pair, S shared negatives, I items.
+Letters: B pairs, n negatives of a pair, S shared negatives, I items. In sequences a pair is what is known of
+a user at one of B places, and the next item; `user` is then what `next_items` gives.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import logsigmoid, softplus
 
 from isobatch.models.recommendation.model_size import num_negatives
 
@@ -20,17 +21,28 @@ if TYPE_CHECKING:
     from isobatch.models.base import StepContext
 
 
+def next_items(rows: Tensor, length: np.ndarray, step: StepContext) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """(user, item) for `ranking_loss` of (R, T) items in time, `length` (R,) of each row."""
+    has_next = np.arange(rows.shape[1] - 1) < length[:, None] - 1
+    places = step.to_device(np.flatnonzero(has_next))
+    return (rows[:, :-1], places), rows[:, 1:].reshape(-1)[places]
+
+
 def ranking_loss(
-    model: Any, user: Tensor, item: Tensor, options: Any, step: StepContext, seed: int
+    model: Any, user: Any, item: Tensor, options: Any, step: StepContext, seed: int
 ) -> tuple[Tensor, Tensor | float]:
     """(the loss that the flags ask for, with --l2 also the squared id vectors), sums over (B,) pairs."""
     net, count = getattr(model, "module", model), num_negatives(options)
     items, pairs = len(net.item_text), item[:, None]
     if options.cohort:
         total = in_batch_softmax(model, user, item, options.cohort)
-    elif options.loss == "sampled-softmax":
-        shared = draw_shared_negatives(count, items, (seed, step.phase, step.number))
-        total = sampled_softmax(model, user, item, shared.to(user.device))
+    elif options.loss != "bce" or isinstance(user, tuple):
+        shared = draw_shared_negatives(count, items, (seed, step.phase, step.number)).to(item.device)
+        if options.loss == "sampled-softmax":
+            total = sampled_softmax(model, user, item, shared)
+        else:
+            calibration = options.calibration if options.loss == "gbce" else 0.0
+            total = generalized_bce(model, user, item, shared, calibration)
     else:
         drawn = step.noise.integers("negatives", (count, 2), items)
         negatives, is_positive = avoid_positives(net, user, drawn)
@@ -53,7 +65,7 @@ def draw_shared_negatives(count: int, items: int, step_key: tuple[int, str, int]
     return torch.from_numpy(generator.choice(items, count, replace=False, shuffle=False))
 
 
-def sampled_softmax(model: Any, user: Tensor, item: Tensor, shared: Tensor) -> Tensor:
+def sampled_softmax(model: Any, user: Any, item: Tensor, shared: Tensor) -> Tensor:
     """-log softmax of each pair's item against (S,) shared negatives, except those that are its own item.
 
     S of I items are drawn uniformly, so log(I/S) is added to their scores: in expectation the sum over all
@@ -61,10 +73,23 @@ def sampled_softmax(model: Any, user: Tensor, item: Tensor, shared: Tensor) -> T
     """
     net = getattr(model, "module", model)
     positive, others = model(user, [item[:, None], shared])
-    others = others + math.log(len(net.item_text) / len(shared))
-    others = others.masked_fill(shared == item[:, None], -torch.inf)
-    scores = torch.cat([positive, others], 1).float()
-    return (torch.logsumexp(scores, 1) - scores[:, 0]).sum()
+    others = others.float().masked_fill(shared == item[:, None], torch.finfo(torch.float32).min)
+    shift = math.log(len(net.item_text) / len(shared))
+    return softplus(torch.logsumexp(others, 1) + shift - positive[:, 0].float()).sum()
+
+
+def generalized_bce(model: Any, user: Any, item: Tensor, shared: Tensor, calibration: float) -> Tensor:
+    """Binary cross-entropy of each pair and (S,) shared negatives but its own item; the pair's probability
+    is taken to the power beta (gBCE, Petrov and Macdonald 2023, RecSys).
+
+    With S of I - 1 items drawn, alpha = S / (I - 1): beta = alpha (t (1 - 1/alpha) + 1/alpha), where t is the
+    calibration: 0 is plain binary cross-entropy (beta 1), 1 corrects all of what sampling overestimates.
+    """
+    net = getattr(model, "module", model)
+    positive, others = model(user, [item[:, None], shared])
+    beta = 1 + calibration * (len(shared) / (len(net.item_text) - 1) - 1)
+    negative_terms = logsigmoid(-others.float()).masked_fill(shared == item[:, None], 0.0)
+    return -(beta * logsigmoid(positive.float()).sum() + negative_terms.sum())
 
 
 def in_batch_softmax(model: Any, user: Tensor, item: Tensor, cohort: int) -> Tensor:

@@ -34,17 +34,19 @@ def parse_layer_widths(layers: str) -> tuple[int, ...]:
 
 def num_negatives(options: Any) -> int:
     """Negative items per pair (shared ones for sampled-softmax)."""
-    return int(options.negatives or (1024 if options.loss == "sampled-softmax" else 4))
+    return int(options.negatives or (4 if options.loss == "bce" else 1024))
 
 
 def recommender_size(
     recipe: Recipe, options: Any, facts: Facts, config: Mapping[str, Any] | None
 ) -> ModelSize:
-    """The size of the id tables, the head and, if there is a `config`, the text encoder."""
+    """The size of id tables, the head or the transformer of sequences, and with `config` the text encoder."""
     users, items = (facts.extra.get(name, ASSUMED_COUNT) for name in ("users", "items"))
     dim = options.dim
-    shared = options.loss == "sampled-softmax"
-    tables = (users + items) * dim + items + (users if options.loss == "bce" else 0)
+    in_sequences = recipe.options.get("samples") == "sequences"
+    shared = in_sequences or options.loss != "bce"
+    of_user = 0 if in_sequences else dim + (options.loss != "sampled-softmax")
+    tables = items * (dim + 1) + users * of_user
     count, mlp_width, encoder, cached, flops = tables, 0, 0, 0.0, 0.0
     if options.head in ("mlp", "neumf"):
         layers = parse_layer_widths(options.layers)
@@ -54,20 +56,25 @@ def recommender_size(
     if config is not None:
         encoder, layers_of_encoder, hidden = _encoder_size(config)
         cached, flops = _text_costs(recipe, options, facts, layers_of_encoder, hidden)
-        count += 2 * (hidden * dim + dim) + 2 * (2 * dim * dim + dim)
+        count += (1 if in_sequences else 2) * (hidden * dim + dim + 2 * dim * dim + dim)
     why = "its tables are updated by rows" if options.sparse_tables else ""
     if config is not None:
         why = "it computes parts of its encoder by themselves"
     negatives = options.cohort or num_negatives(options)
     scored = 1 + (min(negatives, items) if shared else negatives)
     pairs = 1 if shared and options.head == "dot" else scored
+    blocks, heads, wide = 1, 1, round(max(mlp_width, dim) * pairs / KEPT_BY_A_TRANSFORMER) or 1
+    if in_sequences:
+        blocks, heads, wide = options.blocks, options.heads, 4 * dim
+        count += recipe.max_length * dim + blocks * (12 * dim**2 + 13 * dim) + 2 * dim
     return ModelSize(
         parameters=count + encoder,
         trainable=count + (encoder if options.text == "full" else 0),
-        layers=1,
-        hidden=DOT_HIDDEN if options.head == "dot" else dim,
-        heads=1,
-        intermediate=round(max(mlp_width, dim) * pairs / KEPT_BY_A_TRANSFORMER) or 1,
+        layers=blocks,
+        hidden=DOT_HIDDEN if options.head == "dot" and not in_sequences else dim,
+        heads=heads,
+        intermediate=wide,
+        keyed_dropout=in_sequences and bool(recipe.dropout) and recipe.noise == "keyed",
         cached_bytes=cached,
         step_flops=flops,
         vocabulary=min(negatives, items) if shared else 0,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 PARTS = {
     **dict.fromkeys(("user_meta_proj", "item_meta_proj"), "projection"),
     **dict.fromkeys(("user_fusion", "item_fusion"), "fusion"),
-    **dict.fromkeys(("mlp_layers", "product"), "mlp"),
+    **dict.fromkeys(("mlp_layers", "product", "sequence"), "mlp"),
 }
 """Module -> its name for --trainable; all others are `ids`."""
 ID_INIT_STD = 0.1
@@ -34,6 +34,9 @@ class RecommenderNet(nn.Module):
     MLP([u; v]), `neumf` (He et al. 2017): a weighted product of the first halves beside an MLP of the second.
     """
 
+    has_user_vectors = True
+    """Whether each user has a vector of their own."""
+
     def __init__(
         self,
         catalogue: Catalogue,
@@ -46,12 +49,9 @@ class RecommenderNet(nn.Module):
         super().__init__()
         self.head, self.dim = head, dim
         users, items = len(catalogue.user_text), len(catalogue.item_text)
-        self.user_ids, self.item_ids = nn.Embedding(users, dim), nn.Embedding(items, dim)
-        seen_in_training_ids = (np.unique(catalogue.seen // items), np.flatnonzero(catalogue.counts))
-        for id_table, trained_ids in zip((self.user_ids, self.item_ids), seen_in_training_ids, strict=True):
-            initial = id_table.weight.data.clone() * ID_INIT_STD
-            # Ids unseen in training start at zero, so their score comes from text alone.
-            id_table.weight.data.zero_()[trained_ids] = initial[trained_ids]
+        trained_users = np.unique(catalogue.seen // items)
+        self.user_ids = _ids(users, dim, trained_users) if self.has_user_vectors else None
+        self.item_ids = _ids(items, dim, np.flatnonzero(catalogue.counts))
         self.item_bias = nn.Embedding(items, 1)
         nn.init.zeros_(self.item_bias.weight)
         self.user_bias = nn.Embedding(users, 1) if user_bias else None
@@ -80,9 +80,11 @@ class RecommenderNet(nn.Module):
         self.text_vectors: Tensor | None = None
         """(texts, hidden) vectors of all texts while the encoder does not change, else None."""
         if encoder is not None:
-            self.user_meta_proj = nn.Linear(encoder.hidden, dim)
-            self.item_meta_proj = nn.Linear(encoder.hidden, dim)
-            self.user_fusion, self.item_fusion = _fusion(dim), _fusion(dim)
+            sides = ("user", "item") if self.has_user_vectors else ("item",)
+            made = {f"{side}_meta_proj": nn.Linear(encoder.hidden, dim) for side in sides}
+            made |= {f"{side}_fusion": _fusion(dim) for side in sides}
+            for name, module in made.items():
+                setattr(self, name, module)
         self.mlp_layers = _mlp(2 * dim if head == "mlp" else dim, layers) if head != "dot" else None
         if head == "neumf":
             self.product = nn.Linear(dim // 2, 1, bias=False)
@@ -102,13 +104,14 @@ class RecommenderNet(nn.Module):
             if module != "encoder":
                 yield PARTS.get(module, "ids"), p
 
-    def forward(self, user: Tensor, items: list[Tensor], inputs: Tensor | None = None) -> list[Tensor]:
+    def forward(self, user: Any, items: list[Tensor], inputs: Tensor | None = None) -> list[Tensor]:
         """Scores of (B,) users with each of `items`: (B, k) of their own, or (S,) shared by all users.
 
-        `inputs` (B,): how many of each user's interactions are known. Vectors of ids do not depend on it.
+        `user`: see `vectors`. `inputs` (B,): how many of each user's interactions are known, which
+        vectors of ids do not depend on.
         """
-        flat = torch.cat([user.new_zeros(0), *(i.reshape(-1) for i in items)])
-        user_vectors, item_vectors = self.vectors(user, flat)
+        flat = torch.cat([i.reshape(-1) for i in items])
+        user_vectors, item_vectors = self.vectors(user, flat, inputs)
         user_bias = 0.0 if self.user_bias is None else self.user_bias(user)
         found, start = [], 0
         for ids in items:
@@ -120,8 +123,8 @@ class RecommenderNet(nn.Module):
             found.append(self.score(user_vectors, vectors, bias, shared) + user_bias)
         return found
 
-    def vectors(self, user: Tensor, item: Tensor) -> tuple[Tensor, Tensor]:
-        """(n, d) of users and (m, d) of items; a repeated id is computed once."""
+    def vectors(self, user: Any, item: Tensor, inputs: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(n, d) of users and (m, d) of items; a repeated id is computed once. `inputs`: see `forward`."""
         users, user_position = torch.unique(user, return_inverse=True)
         items, item_position = torch.unique(item, return_inverse=True)
         user_vectors, item_vectors = self._fused_vectors(users, items)
@@ -129,16 +132,21 @@ class RecommenderNet(nn.Module):
 
     def _fused_vectors(self, user: Tensor, item: Tensor) -> tuple[Tensor, Tensor]:
         """(n, d) of users and (m, d) of items: id and text fused."""
+        assert self.user_ids is not None
         user_id_vectors, item_id_vectors = self.user_ids(user), self.item_ids(item)
         if self.encoder is None:
             return user_id_vectors, item_id_vectors
         user_text, item_text = self.user_text[user], self.item_text[item]
         text_vectors = self._lookup_text_vectors(torch.cat([user_text, item_text]))
         user_text_vectors, item_text_vectors = text_vectors.split([len(user), len(item)])
-        user_known = self.user_meta_proj(user_text_vectors) * (user_text[:, None] >= 0)
-        item_known = self.item_meta_proj(item_text_vectors) * (item_text[:, None] >= 0)
-        users = self.user_fusion(torch.cat([user_id_vectors, user_known], 1))
-        return users, self.item_fusion(torch.cat([item_id_vectors, item_known], 1))
+        users = self._fused("user", user_id_vectors, user_text, user_text_vectors)
+        return users, self._fused("item", item_id_vectors, item_text, item_text_vectors)
+
+    def _fused(self, side: str, id_vectors: Tensor, texts: Tensor, text_vectors: Tensor) -> Tensor:
+        """(n, d) of users or items from (n, d) of ids and (n, hidden) of texts; text -1 is none."""
+        known = getattr(self, f"{side}_meta_proj")(text_vectors) * (texts[:, None] >= 0)
+        found: Tensor = getattr(self, f"{side}_fusion")(torch.cat([id_vectors, known], 1))
+        return found
 
     def _lookup_text_vectors(self, texts: Tensor) -> Tensor:
         """(n, hidden) of texts by number; for -1, no text, some vector that the caller masks."""
@@ -163,8 +171,9 @@ class RecommenderNet(nn.Module):
     def score(self, users: Tensor, items: Tensor, bias: Tensor, shared: bool) -> Tensor:
         """(B, k) of (B, d) users with (B, k, d) items; or (B, S) with (S, d) shared ones."""
         if self.head == "dot":
-            products = users @ items.T if shared else torch.einsum("bd,bkd->bk", users, items)
-            return products + bias
+            if shared:
+                return torch.addmm(bias, users, items.T)
+            return torch.einsum("bd,bkd->bk", users, items) + bias
         if self.head == "mlp":
             return self._mlp_scores(users, items) + bias
         half = self.dim // 2
@@ -209,6 +218,14 @@ def spans(first: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     rows = torch.repeat_interleave(torch.arange(len(first), device=first.device), counts)
     start = torch.cumsum(counts, 0) - counts
     return rows, torch.arange(len(rows), device=first.device) - start[rows] + first[rows]
+
+
+def _ids(count: int, dim: int, trained: np.ndarray) -> nn.Embedding:
+    """Vectors of ids; those unseen in training start at zero, so their score comes from text alone."""
+    table = nn.Embedding(count, dim)
+    initial = table.weight.data.clone() * ID_INIT_STD
+    table.weight.data.zero_()[trained] = initial[trained]
+    return table
 
 
 def _fusion(dim: int) -> nn.Linear:

@@ -112,7 +112,10 @@ class Recommendations:
         for number, title in enumerate(self.titles):
             self._item_numbers.setdefault(title, []).append(number)
         self._item_numbers |= {item: [number] for number, item in enumerate(self.items)}
-        self.head: str = json.loads((folder / CONFIG_FILE).read_text())["head"]
+        config = json.loads((folder / CONFIG_FILE).read_text())
+        self.head: str = config["head"]
+        self.attention_heads = int(config.get("attention_heads", 0))
+        """Of the transformer that makes a user's vector of the items that they took; 0: there is none."""
         self.counts = np.array(names["counts"])
         """(items,) training interactions."""
         self.described = np.array(names["described"], bool)
@@ -227,11 +230,14 @@ class Recommendations:
     ) -> list[dict[str, Any]]:
         """What `recommend` gives, for a user who was not in training and took these items (ids or titles).
 
-        It needs an item that tells something, and a head that is a product of two vectors. `quantities`
-        weigh the items against each other; without them an item counts once however often it is given.
+        They are in time, which counts in a model of sequences. It needs an item that tells something, and a
+        head that is a product of two vectors. `quantities` weigh the items against each other; without them
+        an item counts once however often it is given, where it is last.
         """
-        taken, place = np.unique([self._item_number(item) for item in items], return_inverse=True)
-        weights = np.ones(len(taken)) if quantities is None else np.bincount(place, quantities)
+        numbers = [self._item_number(item) for item in items]
+        taken = np.array([*dict.fromkeys(reversed(numbers))])[::-1]
+        taken = taken if self.attention_heads else np.sort(taken)
+        weights = np.ones(len(taken)) if quantities is None else np.bincount(numbers, quantities)[taken]
         kept = self._known[taken]
         telling = taken[kept]
         if not len(telling):
@@ -261,12 +267,14 @@ class Recommendations:
         return [f"item {item}: {UNTRAINED}: it tells nothing, and is left out" for item in silent]
 
     def new_user(self, taken: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
-        """(dim,) the likeliest vector of a user who took these items, by number.
+        """(dim,) the likeliest vector of a user who took these items, by number; of sequences `_last_state`.
 
         Each item taken has the probability softmax(V u + b), and u itself, before anything is known, the
         normal distribution of the trained users' vectors. `weights` say how much each item counts against
         the others; together they count as many as there are items.
         """
+        if self.attention_heads:
+            return self._last_state(taken)
         if self.head != "dot":
             raise RecommendationError(
                 f"a new user's vector needs --head dot; this model has --head {self.head}"
@@ -303,6 +311,39 @@ class Recommendations:
         mean, covariance = users.mean(0), np.atleast_2d(np.cov(users.T, ddof=0))
         scale = covariance.trace() / len(mean) or 1.0
         return mean, np.linalg.inv(covariance + RIDGE * scale * np.eye(len(mean)))
+
+    def _last_state(self, taken: np.ndarray) -> np.ndarray:
+        """(dim,) the state of the transformer at the last of these items, by number and in time."""
+        prefix = "sequence."
+        w = {
+            k.removeprefix(prefix): v.astype(np.float64)
+            for k, v in self.arrays.items()
+            if k.startswith(prefix)
+        }
+        positions = w["positions.weight"]
+        items = self.arrays["items"][taken[-len(positions) :]]
+        (count, dim), later = items.shape, np.triu(np.full((len(items),) * 2, -np.inf), 1)
+        x = items * dim**0.5 + positions[:count]
+
+        def linear(name: str, x: np.ndarray) -> np.ndarray:
+            return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+
+        def norm(name: str, x: np.ndarray) -> np.ndarray:
+            x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
+            return x * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+        for block in sorted({name.split(".")[1] for name in w if name.startswith("blocks.")}, key=int):
+            at = f"blocks.{block}."
+            qkv = linear(at + "qkv", norm(at + "attention_norm", x)).reshape(
+                count, 3, self.attention_heads, -1
+            )
+            q, k, v = qkv.transpose(1, 2, 0, 3)
+            scores = q @ k.swapaxes(1, 2) / q.shape[-1] ** 0.5 + later
+            shares = np.exp(scores - scores.max(-1, keepdims=True))
+            seen = shares / shares.sum(-1, keepdims=True) @ v
+            x = x + linear(at + "out", seen.swapaxes(0, 1).reshape(count, dim))
+            x = x + linear(at + "down", np.maximum(linear(at + "up", norm(at + "mlp_norm", x)), 0))
+        return norm("norm", x)[-1]
 
     def _item_number(self, item: str) -> int:
         numbers = self._numbers_of(item)

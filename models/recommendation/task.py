@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from isobatch.core.errors import UserError, refuse
-from isobatch.core.number_ranges import Positive
+from isobatch.core.number_ranges import Positive, Probability
 from isobatch.core.recipe import DEMO, Recipe
 from isobatch.models import hub
 from isobatch.models.base import Batch, Loss, ModelSize, Phase, Rows, StepContext, Sum, Task
@@ -64,10 +64,17 @@ class RecommenderOptions:
     """Width of users' and items' vectors."""
     layers: str = "128,64"
     """Widths of the MLP of heads mlp and neumf."""
-    loss: Literal["sampled-softmax", "bce"] = "sampled-softmax"
-    """sampled-softmax: against items that the whole batch shares. bce: against some of each pair's own."""
+    loss: Literal["sampled-softmax", "bce", "gbce"] = "sampled-softmax"
+    """sampled-softmax: against items that the whole batch shares; gbce too, see --calibration. bce: against
+    some of each pair's own, in sequences against shared ones."""
     negatives: int = 0
     """Items each pair is trained against; 0: 4 of its own, or 1,024 shared ones."""
+    calibration: Probability = 0.75
+    """How much gbce corrects for drawing few negatives (t of gSASRec): 0 is bce."""
+    blocks: Positive = 2
+    """Layers of the transformer over a user's items, in sequences."""
+    heads: Positive = 2
+    """Attention heads of each."""
     cohort: int = 0
     """In place of drawn negatives, the items of the other pairs in groups of so many; 0 draws."""
     sparse_tables: bool = False
@@ -91,6 +98,7 @@ class Recommender(Task):
     Options: ClassVar = RecommenderOptions
     data: ClassVar = "data.interactions.dataset:Interactions"
     measured_files: ClassVar = (BASELINES_FILE,)
+    exports: ClassVar = ("onnx",)
     set_beside: ClassVar = (*(f"full_{one}" for one in BASELINES), "full", *BASELINES)
     defaults: ClassVar = {
         **{"model": "small", "batch_size": 2048, "max_length": 64},
@@ -99,6 +107,12 @@ class Recommender(Task):
     demo: ClassVar = {"model": "tiny", "batch_size": 256, "lr": 3e-3, "epochs": [12], "lora_blocks": 1}
     fast: ClassVar = {"train_fraction": 0.3, "eval_fraction": 0.5, "min_delta": 0.002}
     presets: ClassVar = {
+        "sequence": {
+            "samples": "sequences",
+            "text": "off",
+            **{"batch_size": 256, "max_length": 50, "negatives": 256},
+            **{"dropout": 0.3, "lr": 2e-3, "epochs": [60]},
+        },
         "ids": {  # Rendle et al. 2020: a product of vectors, logistic loss, regularized, wide
             "text": "off",
             "loss": "bce",
@@ -116,6 +130,7 @@ class Recommender(Task):
     def __init__(self, recipe: Recipe, options: Any) -> None:
         super().__init__(recipe, options)
         self.cohort = options.cohort or 1
+        self.in_sequences = recipe.options.get("samples") == "sequences"
         # Among all items: the sampled one may order models otherwise (Krichene and Rendle 2020).
         self.monitor = (f"full_ndcg@{options.top_k}", "max")
 
@@ -125,16 +140,22 @@ class Recommender(Task):
         lora = Phase(name="lora", epochs=1.0, lr=self.options.lora_lr, share=0.25)
         if self.options.text == "lora":
             return [lora]
-        name = {None: "frozen", "off": "ids"}.get(self.options.text, self.options.text)
+        ids = "sequence" if self.in_sequences else "ids"
+        name = {None: "frozen", "off": ids}.get(self.options.text, self.options.text)
         return [Phase(name=name, epochs=10.0), *([] if self.options.text else [lora])]
 
     def unread(self) -> Mapping[str, str]:
-        found = {"dropout": "a recommender has none", "label_smoothing": "a pair has no label"}
+        found = {"label_smoothing": "a pair has no label"}
+        if not self.in_sequences:
+            found["dropout"] = "only a recommender of --samples sequences has some"
         found |= hub.unread_revision(self._text_model, self.recipe.tokenizer)
         if self.options.text == "off":
-            found |= dict.fromkeys(("model", "tokenizer", "revision", "max_length"), "texts are off")
+            read = ("model", "tokenizer", "revision", *(() if self.in_sequences else ("max_length",)))
+            found |= dict.fromkeys(read, "texts are off")
         if not self._has_network:
             found |= dict.fromkeys(("epochs", "steps", "ema"), "the classics are not trained by steps")
+        if self.in_sequences:
+            return found
         drawn = self.options.loss == "bce"
         found["noise"] = "the negatives' draws are keyed" if drawn else "nothing here draws any"
         return found
@@ -163,6 +184,16 @@ class Recommender(Task):
                 ),
             }
         )
+        if self.in_sequences:
+            asked = {"--head": options.head != "dot", "--l2": options.l2, "--cohort": cohort}
+            refuse(
+                {
+                    **{f"{flag}: is for --samples pairs: leave it out": bad for flag, bad in asked.items()},
+                    f"--heads {options.heads}: must divide --dim {dim}": dim % options.heads,
+                }
+            )
+        elif recipe.options.get("split") == "users":
+            raise UserError("--split users: no user of the test has a vector: --preset sequence")
         model_size.parse_layer_widths(options.layers)
         if options.text != "off" and self._text_model not in PRESETS:
             hub.check_model(self._text_model, recipe.revision, recipe.tokenizer, PRESETS, "--text-model")
@@ -205,8 +236,17 @@ class Recommender(Task):
         options, catalogue = self.options, Catalogue.read(facts.folder)
         encoder = self._build_encoder(facts, catalogue)
         self._text_cache = Path(facts.folder) / TEXT_CACHE_FOLDER
+        if self.in_sequences:
+            from isobatch.models.recommendation.sequence import SequenceNet
+
+            sizes = {"longest": self.recipe.max_length, "blocks": options.blocks, "heads": options.heads}
+            dropout = self.recipe.dropout or 0.0
+            sequences = SequenceNet(catalogue, options.dim, encoder, dropout=dropout, **sizes)
+            sequences.repeats = bool(facts.extra.get("repeats"))
+            return sequences
         layers = model_size.parse_layer_widths(options.layers)
-        bias = options.loss == "bce"  # of probabilities, which need to know how many items a user takes
+        # Probabilities need to know how many items a user takes.
+        bias = options.loss != "sampled-softmax"
         head = options.head if self._has_network else "dot"
         net = RecommenderNet(catalogue, options.dim, layers, head, encoder, user_bias=bias)
         net.repeats = bool(facts.extra.get("repeats"))
@@ -259,11 +299,18 @@ class Recommender(Task):
             model.text_vectors, model.text_vectors_fixed = encoder.vectors(), True
 
     def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
-        """batch: user (B,), item (B,)."""
-        from isobatch.models.recommendation.losses import ranking_loss
+        """batch: user (B,), item (B,); or items (B, T) of sequences, length (B,)."""
+        from isobatch.models.recommendation.losses import next_items, ranking_loss
 
-        user, item, options = batch["user"].long(), batch["item"].long(), self.options
-        total, penalty = ranking_loss(model, user, item, options, step, self.recipe.seed)
+        options, seed = self.options, self.recipe.seed
+        if self.in_sequences:
+            longest = self.recipe.max_length + 1  # a multiple of padding may be longer
+            rows = batch["items"][:, :longest].long()
+            length = (step.host or batch)["length"].cpu().numpy()
+            total, _ = ranking_loss(model, *next_items(rows, length, step), options, step, seed)
+            return {"loss": Loss(total, "target")}
+        user, item = batch["user"].long(), batch["item"].long()
+        total, penalty = ranking_loss(model, user, item, options, step, seed)
         if not options.l2:
             return {"loss": Loss(total, "sample")}
         return {"ranking": Loss(total, "sample"), "l2": Loss(options.l2 * penalty, "sample")}
@@ -308,7 +355,7 @@ class Recommender(Task):
         """What ranks the lists; which baseline ranks better than the model, the best of them; what to try."""
         if self.recipe.data == DEMO:
             return ""
-        other = "" if self.recipe.preset == "ids" else "; try --preset ids"
+        other = "" if self.recipe.preset else "; try --preset ids"
         said = _verdict(metrics, self.options.top_k, other) if self._has_network else ""
         best = metrics.get("best_on_validation", MODEL if self._has_network else EASE)
         if best == MODEL or best not in BASELINES:
@@ -342,7 +389,7 @@ class Recommender(Task):
 
         users, items = model.eval().all_vectors()
         arrays = {"users": users, "items": items, "bias": model.item_bias.weight[:, 0]}
-        heads = ("mlp_layers.", "product.")
+        heads = ("mlp_layers.", "product.", "sequence.")
         arrays |= {name: p for name, p in model.named_parameters() if name.startswith(heads)}
         vectors = {k: np.ascontiguousarray(v.detach().cpu().numpy()) for k, v in arrays.items()}
         known = catalogue.Catalogue.read(facts.folder)
@@ -355,8 +402,21 @@ class Recommender(Task):
         names = {**catalogue.read_names(facts.folder), **told}
         (folder / recommendations.NAMES_FILE).write_text(json.dumps(names, ensure_ascii=False))
         config = {"model_type": "isobatch-recommender", "head": self.options.head}
+        if self.in_sequences:
+            config["attention_heads"] = self.options.heads
         (folder / recommendations.CONFIG_FILE).write_text(json.dumps(config))
         shutil.copy(recommendations.__file__, folder / "recommendations.py")
+
+    def export_as(
+        self, kind: str, final: Path, folder: Path, facts: Facts, batches: Callable[..., Iterable[Batch]]
+    ) -> Mapping[str, Any]:
+        """onnx: a model of sequences, beside the names of its items. See `models/protocols.py::Exports`."""
+        if not self.in_sequences:
+            raise UserError(f"--to {kind}: is for --preset sequence: vectors lie in {final} as they are")
+        from isobatch.models.recommendation.sequence import export_onnx
+
+        shutil.copy(final / recommendations.NAMES_FILE, folder)
+        return export_onnx(final, folder, self.build_model(facts), batches)
 
     def describe_model(self, final: Path, facts: Facts) -> ModelDescription:
         return ModelDescription(
