@@ -49,7 +49,7 @@ def prepared(data: str) -> tuple[Catalogue, Any]:
 class Naive(RecommenderNet):
     """Users, items and the texts of every row by themselves, as a plain loop computes them."""
 
-    def vectors(self, user: Tensor, item: Tensor) -> tuple[Tensor, Tensor]:
+    def vectors(self, user: Any, item: Tensor, inputs: Tensor | None = None) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         return self._fused_vectors(user, item)
 
     def _lookup_text_vectors(self, texts: Tensor) -> Tensor:

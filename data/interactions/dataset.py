@@ -132,7 +132,7 @@ class Interactions(TokenizedData):
 
     def _columns(self, found: LogSplits) -> dict[str, Columns]:
         """Split -> columns. Raises UserError where no user has a sequence."""
-        columns = found.columns()
+        columns = dict(found.columns())
         if self.options.samples == "sequences":
             trained = found.logs["train"].counts("user", len(found.users))
             user = np.flatnonzero(trained > 1).astype(np.int32)

@@ -52,7 +52,8 @@ class SequenceBlock(nn.Module):
         """(B, T, d) -> (B, T, d)."""
         rows, items, dim = x.shape
         qkv = self.qkv(self.attention_norm(x)).view(rows, items, 3, self.heads, -1)
-        seen = scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4), is_causal=True)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        seen = scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.attention_dropout(self.out(seen.transpose(1, 2).reshape(rows, items, dim)))
         return x + self.mlp_dropout(self.down(relu(self.up(self.mlp_norm(x)))))
 
@@ -95,7 +96,7 @@ class SequenceNet(RecommenderNet):
         In training `user` is ((B, T) rows of items, (N,) places in them), and (N, d) are the states there.
         """
         if isinstance(user, tuple):
-            (rows, places), known = user, 1
+            (rows, places), known = user, torch.ones((), device=item.device)
         else:
             rows, length = self.windows(user, inputs)
             places = torch.arange(len(rows), device=rows.device) * rows.shape[1] + (length - 1).clamp_min(0)
@@ -145,7 +146,8 @@ class ScoresOfItems(nn.Module):
         weights = {k.removeprefix(prefix): v for k, v in arrays.items() if k.startswith(prefix)}
         blocks = len({name.split(".")[1] for name in weights if name.startswith("blocks.")})
         heads = json.loads((final / CONFIG_FILE).read_text())["attention_heads"]
-        self.sequence = SequenceEncoder(*weights["positions.weight"].shape, blocks, heads, 0.0)
+        longest, dim = weights["positions.weight"].shape
+        self.sequence = SequenceEncoder(longest, dim, blocks, heads, 0.0)
         self.sequence.load_state_dict(weights)
         self.items, self.bias = nn.Buffer(arrays["items"]), nn.Buffer(arrays["bias"])
 
@@ -172,9 +174,12 @@ def export_onnx(final: Path, folder: Path, net: Any, batches: Batches) -> dict[s
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # PyTorch's, of its own code
         program = torch.onnx.export(
-            *(model, example),
-            **{"dynamo": True, "verbose": False},
-            **{"input_names": ["items", "length"], "output_names": ["scores"]},
+            model,
+            example,
+            dynamo=True,
+            verbose=False,
+            input_names=["items", "length"],
+            output_names=["scores"],
             dynamic_shapes=({0: dynamic, 1: dynamic}, {0: dynamic}),
         )
         assert program is not None, "dynamo gives a program"
