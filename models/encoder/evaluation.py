@@ -105,6 +105,8 @@ def onnx_session(file: Path, threads: int = 0) -> Any:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
+    # Sums of two products saturate on processors with AVX2 and no VNNI unless weights are read as unsigned.
+    options.add_session_config_entry("session.x64quantprecision", "1")
     try:
         return onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # the library's exceptions have no base of their own

@@ -261,6 +261,13 @@ def _finish(model: Any) -> None:
         for value in node.outputs:
             value.metadata_props.clear()
             value.shape = value.shape if value in ends else None
+    for number, node in enumerate(model.graph):
+        zero = node.inputs[2] if node.op_type == "DequantizeLinear" else None
+        if zero is not None and zero.name in model.graph.initializers and len(zero.uses()) > 1:
+            # onnxruntime reads it anew with each weight, and fails where two weights share it.
+            values = ir.tensor(zero.const_value.numpy(), name=f"{zero.name}.{number}")
+            node.replace_input_with(2, own := ir.Value(name=values.name, const_value=values))
+            model.graph.register_initializer(own)
     for name, value in list(model.graph.initializers.items()):
         if name.endswith(INT4_LEVELS):
             levels = value.const_value.numpy().astype(ml_dtypes.int4)

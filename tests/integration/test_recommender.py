@@ -166,7 +166,7 @@ def test_every_way_to_a_list_gives_the_same_one_by_ease(home: Path) -> None:
     ] == listed
     (asked,) = predictions(home, "runs/one", "7", "--by", "ease", "--top", "3")
     assert asked["items"] == listed
-    (by_model,) = predictions(home, "runs/one", "7", "--top", "3")
+    (by_model,) = predictions(home, "runs/one", "7", "--by", "model", "--top", "3")
     assert by_model["items"] != listed
     from starlette.testclient import TestClient
 

@@ -112,7 +112,7 @@ def test_a_field_changes_something_or_is_refused(task: str) -> None:
 @pytest.mark.parametrize(
     ("task", "asked", "problem"),
     [
-        ("recommender", {"dropout": 0.1}, "--dropout 0.1: a recommender has none; leave it out"),
+        ("recommender", {"dropout": 0.1}, "--dropout 0.1: only a recommender of --samples"),
         ("recommender", {"text": "off", "max_length": 8}, "--max-length 8: texts are off; leave it out"),
         ("recommender", {"loss": "bce", "noise": "native"}, "--noise native: the negatives' draws are keyed"),
         ("causal-lm", {"revision": "main"}, "--revision main: no model here is from the hub"),
