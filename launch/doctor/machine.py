@@ -67,6 +67,9 @@ def check_machine(out: Path) -> Iterator[Check]:
         yield from check_versions(required or ())
         yield check_variables(os.environ)
         yield check_cores(hardware.cpus, os.cpu_count() or 1)
+        compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))), None)
+        text = compiler or "none, and --compile on needs one"
+        yield ok_if(compiler is not None, "C++ compiler", text, "apt install g++, or --compile off")
         if sys.platform == "linux":
             yield check_shm(ROOT / "dev" / "shm")
         yield from check_folder("runs", out, "--out")
