@@ -95,7 +95,9 @@ def recommend(words: Sequence[str]) -> int:
         tables.check_out(options.out, None)
     lists = task.open_lists(run.final, options.by)
     columns = [run.recipe.options.get(f"{name}_column") for name in ("user", "item")]
-    remarks = [f"ranked by {lists.by}", *restrict(lists, options, columns[1])]
+    remarks = restrict(lists, options, columns[1])
+    if not options.json:  # which has it inside
+        remarks.append(f"ranked by {lists.by}")
     return answer(lists, options, remarks, columns)
 
 

@@ -453,12 +453,13 @@ class BaselineRecommendations(Recommendations):
     """
 
     def __init__(self, folder: str | Path, by: str) -> None:
-        from safetensors.numpy import load_file
+        from safetensors import safe_open
 
         super().__init__(folder)
         self.by = by
-        kept = load_file(Path(folder) / BASELINES_FILE).items()
-        self._kept = {k.removeprefix(f"{by}."): v for k, v in kept if k.partition(".")[0] == by}
+        with safe_open(Path(folder) / BASELINES_FILE, "numpy") as file:
+            names = [name for name in file.keys() if name.partition(".")[0] == by]  # noqa: SIM118  no mapping
+            self._kept = {name.removeprefix(f"{by}."): file.get_tensor(name) for name in names}
         if not self._kept:
             raise RecommendationError(
                 f"--by {by}: {BASELINES.get(by, by)} is not kept here: this data has no times, or nothing was"

@@ -192,8 +192,8 @@ class Recommender(Task):
                     f"--heads {options.heads}: must divide --dim {dim}": dim % options.heads,
                 }
             )
-        elif recipe.options.get("split") == "users":
-            raise UserError("--split users: no user of the test has a vector: --preset sequence")
+        elif self._has_network and recipe.options.get("split") == "users":
+            raise UserError("--split users: no user of the test has a vector: --preset sequence or classics")
         model_size.parse_layer_widths(options.layers)
         if options.text != "off" and self._text_model not in PRESETS:
             hub.check_model(self._text_model, recipe.revision, recipe.tokenizer, PRESETS, "--text-model")
