@@ -62,15 +62,18 @@ def test_a_lost_launcher_is_a_lost_worker(cluster: Cluster, tmp_path: Path) -> N
 
 def test_a_suspension_is_no_slow_step(cluster: Cluster, tmp_path: Path) -> None:
     """Counted as one, it would make the time that a stop takes 51 s of the 60 s that a leg has."""
-    job = cluster.submit("Slow", *FLAGS, cwd=tmp_path, limit="00:01:00")
+    # No save, whose pause would hide the suspension; steps enough that it comes before the last.
+    flags = ["--nodes", "2", "--steps", "200", "--eval-every", "1000", "--save-every", "1000"]
+    job = cluster.submit("Slow", *flags, cwd=tmp_path, limit="00:01:00")
     job.reach(25)
     cluster.ask("scontrol", "suspend", job.number)
+    wait_for(lambda: job.shown("JobState") == "SUSPENDED", 10)
     time.sleep(12)
     cluster.ask("scontrol", "resume", job.number)
     job.finish(90)
     assert max(row["step_seconds"] for row in rows(job.run) if "step_seconds" in row) > 10
     assert job.shown("Restarts") == "0"
-    refuse_wrong_end(job, STEPS)
+    refuse_wrong_end(job, 200)
 
 
 @pytest.mark.parametrize("partition", ["debug", "grace"])
