@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +21,6 @@ MAX_CHARACTERS = 1000
 """Characters of an #SBATCH line that sbatch reads."""
 DEFAULT_LEAD_SECONDS = 120
 """Seconds before the time limit at which a job saves, where nothing was measured and the limit is long."""
-TEMPLATE = Path(__file__).with_name("job.sh.jinja")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,50 +55,28 @@ class JobScript:
 
 def render(script: JobScript) -> str:
     """The text of the script. Raises UserError for control characters and lines too long for sbatch."""
+    values = {f.name: getattr(script, f.name) for f in dataclasses.fields(script)}
+    output = f"{pattern_path(script.folder)}/{'%A_%a' if script.array else '%j'}.out"
+    options = _filled("options", sbatch_word, **values, output=output)
+    if too_long := [line for line in options.splitlines() if len(line) > MAX_CHARACTERS]:
+        raise UserError(f"{too_long[0][:60]}...: sbatch reads {MAX_CHARACTERS} characters a line: shorten it")
+    return options + _filled("job", shlex.quote, **values, program=own_command("job"), root=ROOT)
+
+
+def _filled(part: str, quote: Callable[[str], str], **values: object) -> str:
+    """A part of the script, each value in it quoted. Raises UserError for control characters."""
     from jinja2 import Environment, StrictUndefined
 
-    words = [[f"--{name}" + (f"={value}" if value else "")] for name, value in options_of(script)]
-    lines = ["#SBATCH " + " ".join(map(sbatch_word, line)) for line in [*words, script.raw_options] if line]
-    if too_long := [line for line in lines if len(line) > MAX_CHARACTERS]:
-        raise UserError(f"{too_long[0][:60]}...: sbatch reads {MAX_CHARACTERS} characters a line: shorten it")
-    environment = Environment(finalize=_bash_word, undefined=StrictUndefined, keep_trailing_newline=True)
-    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
-    values = {f.name: getattr(script, f.name) for f in dataclasses.fields(script)}
-    body = template.render(**values, program=own_command("job"), root=ROOT)
-    return "\n".join(["#!/bin/bash", *lines, "", body])
+    def finalize(value: object) -> str:
+        return quote(refuse_control_characters(str(value)))
 
-
-def options_of(script: JobScript) -> list[tuple[str, str]]:
-    """(name, value) of all options but those of --sbatch."""
-    pattern = "%A_%a.out" if script.array else "%j.out"
-    return [
-        ("job-name", script.name),
-        ("nodes", str(script.nodes)),
-        # One launcher per node starts a process per GPU, so that all processes see all GPUs of the node.
-        ("ntasks-per-node", "1"),
-        ("cpus-per-task", str(script.cpus)),
-        *([("gpus-per-node", str(script.gpus))] if script.gpus else []),
-        ("time", script.time),
-        *script.extra_options,
-        *([("array", script.array)] if script.array else []),
-        # B: only the batch script is signalled; `job` forwards the stop.
-        ("signal", f"B:USR1@{script.lead}"),
-        ("requeue", ""),
-        # A node that fails does not end the allocation of the others.
-        ("no-kill", ""),
-        ("open-mode", "append"),
-        ("output", f"{pattern_path(script.folder)}/{pattern}"),
-    ]
-
-
-def _bash_word(value: object) -> str:
-    """A value quoted for bash. Raises UserError for control characters."""
-    return shlex.quote(refuse_control_characters(str(value)))
+    environment = Environment(finalize=finalize, undefined=StrictUndefined, keep_trailing_newline=True)
+    template = Path(__file__).with_name(f"{part}.sh.jinja").read_text(encoding="utf-8")
+    return environment.from_string(template).render(values)
 
 
 def sbatch_word(word: str) -> str:
     """A word quoted for sbatch's reader of #SBATCH lines: plain, or between double quotes."""
-    refuse_control_characters(word)
     if re.fullmatch(r"[A-Za-z0-9_./:,=@%+-]+", word):
         return word
     return '"' + word.replace("\\", "\\\\").replace('"', '\\"') + '"'
