@@ -25,7 +25,6 @@ from isobatch.data.preparation.spooled_array import chunks_of
 if TYPE_CHECKING:
     from isobatch.core.facts import Facts
     from isobatch.core.recipe import Recipe
-    from isobatch.data.digests import PreparedFile
 
 WEIGHT = ".weight"
 TEST = "test"
@@ -138,7 +137,7 @@ class Source(ABC):
 class ArraySource(Source):
     """Samples from columns in memory or memory-mapped; one vectorised gather per column."""
 
-    def __init__(self, columns: Columns, files: Mapping[str, PreparedFile] | None = None) -> None:
+    def __init__(self, columns: Columns, files: Mapping[str, digests.PreparedFile] | None = None) -> None:
         """`files`: prepared files by name, of which those of the columns are checked as they are fetched."""
         self.columns = dict(columns)
         self._files = files or {}

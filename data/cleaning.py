@@ -15,15 +15,11 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import nearest_hint
-from isobatch.data.chat_formats import THOUGHT
+from isobatch.data.chat_formats import THOUGHT, Message
 from isobatch.data.preparation.encoding import text_hash
-
-if TYPE_CHECKING:
-    from isobatch.data.chat_formats import Message
 
 CLEANING_VERSION = 2
 """Part of the cache key: raise it when the same texts come out differently."""

@@ -17,7 +17,6 @@ import numpy as np
 from isobatch.core.errors import UserError
 from isobatch.data import corpora, tokenizers
 from isobatch.data.base import TEST, WEIGHT, Columns, Ragged, save, save_array
-from isobatch.data.corpora import DEMO
 from isobatch.data.digests import file_hash
 from isobatch.data.interactions import demo, formats, movielens
 from isobatch.data.interactions.log import MISSING, are_in, draw_eval_negatives, pair_keys
@@ -96,13 +95,13 @@ class Interactions(TokenizedData):
             for file in self._tables(path):
                 if not file.is_file():
                     raise UserError(f"--data {path}: there is no {file.name}")
-        elif self.recipe.data != DEMO:
+        elif self.recipe.data != corpora.DEMO:
             corpora.require_dataset(self.recipe.data)
             raise UserError(f"--data {self.recipe.data}: give a folder or file; hub data has no one form")
 
     def _content_identity(self) -> Any:
         path = path_of(self.recipe.data)
-        return DEMO if path is None else [[f.name, file_hash(f)] for f in self._tables(path)]
+        return corpora.DEMO if path is None else [[f.name, file_hash(f)] for f in self._tables(path)]
 
     def _folder_format(self, path: Path) -> formats.FolderFormat | None:
         """MovieLens' or the NCF protocol's; None for tables. Raises UserError for an unknown --format."""

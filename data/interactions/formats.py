@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from isobatch.core.errors import UserError
 from isobatch.data.interactions import tables
 from isobatch.data.readers import SPLIT_NAMES, name_columns, open_parquet, require_name
-from isobatch.data.tables.delimited import ATOMIC, ATOMIC_TYPE, is_number
+from isobatch.data.tables.delimited import ATOMIC, ATOMIC_TYPE, Shape, is_number
 
 if TYPE_CHECKING:
     import numpy as np  # noqa: TC004  heavy, and no class here has flags
 
-    from isobatch.data.tables.delimited import Shape
 
 TABLE_FORMATS = {".csv": "csv", ".tsv": "tsv", ".parquet": "parquet", **dict.fromkeys(ATOMIC, "tsv")}
 TABLE_FORMATS |= {".txt": "txt", ".dat": "txt"}

@@ -55,7 +55,6 @@ from isobatch.engine.trainer.resume import newest_checkpoint
 from isobatch.models.capabilities import monitor_of
 
 if TYPE_CHECKING:
-    from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
     from isobatch.engine.optimization.schedule import PhaseSchedule
     from isobatch.engine.train.state import Training
 
@@ -183,7 +182,7 @@ def _hooks(
     return [*hooks, saves]
 
 
-def _continue(run: RunOnRank, builder: Builder, hooks: Hooks, saved: SavedCheckpoint) -> None:
+def _continue(run: RunOnRank, builder: Builder, hooks: Hooks, saved: checkpoint.SavedCheckpoint) -> None:
     """Give the hooks what a checkpoint holds of them; the strategy has loaded its tensors already."""
     state, progress = builder.state, builder.state.progress
     hooks.load(state, saved)

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from isobatch.core.facts import Facts
-    from isobatch.models.encoder.evaluation import Runner
     from isobatch.models.protocols import Batches
 
 
@@ -129,7 +128,7 @@ class DistilledClassifier(Classifier):
         identity = f"{hub.weights_hash(path)} {'states' if hidden else 'logits'}"
         return Teacher(identity, lambda _: encoders.open_classifier(path), answers, per_token=per_token)
 
-    def against_teacher(self, run: Runner, batches: Batches) -> dict[str, float]:
+    def against_teacher(self, run: evaluation.Runner, batches: Batches) -> dict[str, float]:
         """Accuracy of the teacher, and how the finished model stands to it; nothing without one."""
         if (path := self._teacher_path()) is None:
             return {}
