@@ -7,8 +7,6 @@ whose next item is scored, M items, d = dim.
 from __future__ import annotations
 
 import json
-import logging
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, relu, scaled_dot_product_attention
 
 from isobatch.core.errors import ExportError
-from isobatch.core.extras import need
 from isobatch.models.recommendation.network import ID_INIT_STD, RecommenderNet
 from isobatch.models.recommendation.recommendations import CONFIG_FILE, VECTORS_FILE
 
@@ -166,25 +163,14 @@ def export_onnx(final: Path, folder: Path, net: Any, batches: Batches) -> dict[s
     """
     from isobatch.models.encoder.evaluation import onnx_session
     from isobatch.models.encoder.export import ONNX_FILES
+    from isobatch.models.encoder.onnx_graph import traced
 
-    need("onnxscript", "an ONNX file")
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it misses torchvision
     model, dynamic = ScoresOfItems(final).eval(), torch.export.Dim.DYNAMIC
     example = torch.ones(2, min(4, model.sequence.longest), dtype=torch.int64), torch.tensor([2, 1])
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # PyTorch's, of its own code
-        program = torch.onnx.export(
-            model,
-            example,
-            dynamo=True,
-            verbose=False,
-            input_names=["items", "length"],
-            output_names=["scores"],
-            dynamic_shapes=({0: dynamic, 1: dynamic}, {0: dynamic}),
-        )
-        assert program is not None, "dynamo gives a program"
-        program.save(folder / ONNX_FILES["onnx"])
-        session, rows, worst = onnx_session(folder / ONNX_FILES["onnx"], threads=1), 0, 0.0
+    inputs = {"items": (example[0], {0: dynamic, 1: dynamic}), "length": (example[1], {0: dynamic})}
+    traced(model, inputs, "scores", "model of sequences").save(folder / ONNX_FILES["onnx"])
+    session, rows, worst = onnx_session(folder / ONNX_FILES["onnx"], threads=1), 0, 0.0
+    with torch.no_grad():
         for batch in batches():
             items, length = net.windows(batch["user"].long(), batch["inputs"])
             trained = model(items, length).numpy()

@@ -23,7 +23,14 @@ from isobatch.models.causal_lm import model_sizes
 from isobatch.models.causal_lm.model_sizes import PRESETS
 from isobatch.models.model_card import ModelDescription, usage_lines
 from isobatch.models.recommendation import model_size, recommendations
-from isobatch.models.recommendation.recommendations import BASELINES, BASELINES_FILE, BEST, EASE, MODEL
+from isobatch.models.recommendation.recommendations import (
+    BASELINES,
+    BASELINES_FILE,
+    BEST,
+    EASE,
+    MODEL,
+    POPULARITY,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -132,7 +139,8 @@ class Recommender(Task):
         self.cohort = options.cohort or 1
         self.in_sequences = recipe.options.get("samples") == "sequences"
         # Among all items: the sampled one may order models otherwise (Krichene and Rendle 2020).
-        self.monitor = (f"full_ndcg@{options.top_k}", "max")
+        ranks = "" if self._has_network else f"{POPULARITY}_"  # the classics are fitted at the end
+        self.monitor = (f"full_{ranks}ndcg@{options.top_k}", "max")
 
     def phases(self) -> list[Phase]:
         if not self._has_network:
@@ -323,6 +331,8 @@ class Recommender(Task):
     def metrics(self, parts: Mapping[str, Any], split: str, facts: Facts) -> dict[str, Any]:
         found: dict[str, Any] = super().metrics(parts, split, facts)
         del found["loss"]
+        if not self._has_network:
+            found = {name: value for name, value in found.items() if POPULARITY in name}
         untaken = facts.extra.get("untaken", 0)
         some = f" of {facts.extra['items']:,} items, {untaken:,} taken by nobody" if untaken else ""
         return {**found, "protocol": f"{facts.extra['protocol']}{some}"}
