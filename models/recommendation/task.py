@@ -118,7 +118,7 @@ class Recommender(Task):
             "samples": "sequences",
             "text": "off",
             **{"batch_size": 256, "max_length": 50, "negatives": 256},
-            **{"dropout": 0.3, "lr": 2e-3, "epochs": [60]},
+            **{"dropout": 0.3, "lr": 2e-3, "epochs": [60], "least_steps": 1000},
         },
         "ids": {  # Rendle et al. 2020: a product of vectors, logistic loss, regularized, wide
             "text": "off",
