@@ -71,13 +71,11 @@ class Ragged:
 
     def lengths_of(self, indices: np.ndarray) -> np.ndarray:
         """(len(indices),) int64."""
-        lengths: np.ndarray = self.offsets[indices + 1] - self.offsets[indices]
-        return lengths
+        return np.asarray(self.offsets[indices + 1] - self.offsets[indices])
 
     def rows(self, indices: np.ndarray, pad_to: int = 0) -> np.ndarray:
         """(len(indices), longest) padded on the right; at least `pad_to` wide."""
-        starts = self.offsets[indices]
-        lengths = self.offsets[indices + 1] - starts
+        starts, lengths = self.offsets[indices], self.lengths_of(indices)
         width = int(lengths.max(initial=1))
         if (lengths == width).all() and width >= pad_to and not (starts % width).any():
             blocks = self.values[: len(self.values) // width * width].reshape(-1, width)
@@ -338,8 +336,7 @@ def fingerprint(folder: Path) -> str:
     for file in sorted(folder.rglob("*.npy")):
         digest.update(str(file.relative_to(folder)).encode())
         with file.open("rb") as stream:
-            while block := stream.read(1 << 22):
-                digest.update(block)
+            hashlib.file_digest(stream, lambda: digest)
     return digest.hexdigest()
 
 

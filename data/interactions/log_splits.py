@@ -304,8 +304,7 @@ class LogSplits:
         index = {name: number for number, name in enumerate(self.items)}
         named, where = np.unique(given, return_inverse=True)
         number = np.array([index[str(n)] for n in named], np.int32)
-        found: np.ndarray = number[where].reshape(given.shape)
-        return found
+        return np.asarray(number[where].reshape(given.shape))
 
 
 def _join_notes(what: str, own: list[str], described: Collection[str]) -> Iterator[str]:

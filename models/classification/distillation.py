@@ -82,13 +82,12 @@ class DistilledClassifier(Classifier):
         headless = "has no classification head: train one with `auto --task classifier`"
         strange = f"its tokenizer is not that of {student}: both must read the same tokens"
         wider = f"{self.teacher_name} and {student} have states of different width: use --distill-hidden off"
-        refuse(
-            {
-                f"the teacher {path} {headless}": not is_classifier(path, None),
-                f"the teacher {path}: {strange}": differs,
-                f"--distill-hidden on: {wider}": self.options.distill_hidden and len(widths) > 1,
-            }
-        )
+        wrong = {
+            f"the teacher {path} {headless}": not is_classifier(path, None),
+            f"the teacher {path}: {strange}": differs,
+            f"--distill-hidden on: {wider}": self.options.distill_hidden and len(widths) > 1,
+        }
+        refuse(wrong)
 
     def fetch(self) -> None:
         super().fetch()
