@@ -254,7 +254,7 @@ def _headline(state: Training, builder: Builder) -> str:
     plan, recipe, world = state.plan, state.recipe, state.world
     steps, step = sum(s.steps for s in builder.schedules), plan.predicted_step_seconds
     size = state.task.model_size(state.facts)
-    seconds = steps * step + evaluation_seconds(recipe, state.facts, builder.schedules, size.rounds, step)
+    seconds = steps * step + evaluation_seconds(recipe, state.facts, builder.schedules, size, plan)
     return (
         f"{recipe.task}: {state.facts.samples['train']:,} samples, global batch"
         f" {recipe.batch_size}, {steps:,} steps on {world.size} x"

@@ -190,6 +190,7 @@ def _sparse_ease(data: TrainingPairs, lambdas: Iterable[float]) -> Iterator[tupl
                 there = nearest[part] < items
                 same = targets[part, None].expand_as(there)
                 parts.append((nearest[part][there], same[there], weights[there]))
+        del grams  # it would stay while the fits are ranked
     for l2, parts in found.items():
         made = item_weights(parts, items)
         yield {"lambda": l2, "neighbours": k}, made
