@@ -56,8 +56,9 @@ class Recipe:
     """Decides the order of the samples, the initial weights and all noise."""
     epochs: tuple[number_ranges.Rate, ...] | None = None
     """Passes over the data; one number, or one per phase."""
-    steps: tuple[number_ranges.Positive, ...] | None = None
-    """Optimizer steps in place of epochs; one number, or one per phase."""
+    steps: tuple[number_ranges.Count, ...] | None = None
+    """Optimizer steps in place of epochs; one number, or one per phase. 0, of a recommender with --from: new
+    users and items get their rows and texts, and nothing is trained."""
     phase: str | None = None
     """Train only this phase."""
     least_steps: number_ranges.Count = 0

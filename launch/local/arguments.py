@@ -35,7 +35,7 @@ from isobatch.launch.local.words import (
     translate,
     words_for,
 )
-from isobatch.models.capabilities import ChecksPlan
+from isobatch.models.capabilities import ChecksPlan, KeepsRows
 
 Groups = dict[str, dict[str, Flag]]
 """Name of a group, such as `recipe` -> its flags by name."""
@@ -296,6 +296,9 @@ def check_request(request: Request, elsewhere: bool = False) -> None:
     if request.extra.get("assume_length"):
         (task.check_for_plan if isinstance(task, ChecksPlan) else task.check)()
         return
+    takes_rows = request.recipe.starts_from and isinstance(task, KeepsRows)
+    if 0 in (request.recipe.steps or ()) and not takes_rows:
+        raise UserError("--steps 0: trains nothing, which is for a recommender's --from RUN: give at least 1")
     if not elsewhere:
         task.check()
         data.check()

@@ -24,6 +24,7 @@ from isobatch.models.causal_lm.model_sizes import PRESETS
 from isobatch.models.model_card import ModelDescription, usage_lines
 from isobatch.models.recommendation import model_size, recommendations
 from isobatch.models.recommendation.recommendations import (
+    ALS,
     BASELINES,
     BASELINES_FILE,
     BEST,
@@ -105,7 +106,7 @@ class Recommender(Task):
     Options: ClassVar = RecommenderOptions
     data: ClassVar = "data.interactions.dataset:Interactions"
     measured_files: ClassVar = (BASELINES_FILE,)
-    exports: ClassVar = ("onnx",)
+    exports: ClassVar = ("onnx", "vectors", "vectors-als")
     set_beside: ClassVar = (*(f"full_{one}" for one in BASELINES), "full", *BASELINES)
     defaults: ClassVar = {
         **{"model": "small", "batch_size": 2048, "max_length": 64},
@@ -421,6 +422,10 @@ class Recommender(Task):
         self, kind: str, final: Path, folder: Path, facts: Facts, batches: Callable[..., Iterable[Batch]]
     ) -> Mapping[str, Any]:
         """onnx: a model of sequences, beside the names of its items. See `models/protocols.py::Exports`."""
+        if kind != "onnx":
+            from isobatch.models.recommendation.vector_files import export_vectors
+
+            return export_vectors(final, folder, ALS if kind.endswith(ALS) else MODEL)
         if not self.in_sequences:
             raise UserError(f"--to {kind}: is for --preset sequence: vectors lie in {final} as they are")
         from isobatch.models.recommendation.sequence import export_onnx
