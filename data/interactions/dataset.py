@@ -94,7 +94,9 @@ class Interactions(TokenizedData):
         if path is not None:
             for file in self._tables(path):
                 if not file.is_file():
-                    raise UserError(f"--data {path}: there is no {file.name}")
+                    alone = self._tables(path)[0]
+                    way = f"; --data {alone} reads the interactions alone" if alone.is_file() else ""
+                    raise UserError(f"--data {path}: there is no {file.name}{way}")
         elif self.recipe.data != corpora.DEMO:
             corpora.require_dataset(self.recipe.data)
             raise UserError(f"--data {self.recipe.data}: give a folder or file; hub data has no one form")
@@ -139,7 +141,8 @@ class Interactions(TokenizedData):
                 found.notes.append(f"{short:,} users have one item to train on, which follows none: left out")
             if not len(user):
                 raise UserError(
-                    f"--samples sequences: no user of {self.recipe.data} has two items to train on"
+                    f"--samples sequences: no user of {self.recipe.data} has two items to train on: train on"
+                    " pairs (--preset classics, or --samples pairs)"
                 )
             length = np.minimum(trained[user], self.recipe.max_length + 1)
             ends = found.starts[user] + trained[user]  # who is trained on has nothing before

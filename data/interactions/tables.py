@@ -26,7 +26,7 @@ BATCH_ROWS, BLOCK_BYTES = 1 << 18, 1 << 23
 """What is read at a time of Parquet, and of text."""
 NUMBERS = {"rating": "", "time": ", or dates such as 2019-12-31 23:59:59"}
 """Columns that hold numbers, and what else they may hold: text would be sorted alphabetically."""
-NOT_UTF8 = "its header is not UTF-8: convert it (iconv -f latin1 -t utf-8)"
+NOT_UTF8 = "is not UTF-8: save it as such (iconv -f latin1 -t utf-8)"
 GAPS = {"::": "double colons", " ": "blanks"}
 """What is between fields where no single sign is; " " stands for blanks and tabs of any number."""
 TIME_CELL = re.compile(r"\d{9,}|\d{4}-\d\d-\d\d")
@@ -90,6 +90,8 @@ class Table:
 
         values = self._numbers(name, values) if name in NUMBERS else values
         empty = values.is_null(nan_is_null=name != "rating")
+        if name == "time" and types.is_floating(values.type):
+            empty = compute.or_(empty, compute.is_inf(values).fill_null(False))
         if name in ("user", "item"):
             is_decimal, kind = types.is_floating(values.type), str(values.type)
             if is_decimal and (compute.max(compute.abs(values)).as_py() or 0) >= 2**53:
@@ -161,7 +163,7 @@ def delimited_table(file: Path, shape: Shape, columns: Mapping[str, str] | None 
         quote = '"' if shape.dialect["quoting"] != csv.QUOTE_NONE else False
         parse = arrow.ParseOptions(delimiter=delimiter, quote_char=quote)
         is_odd = file.suffix.lower() == readers.GZIP or readers.is_utf16(file)
-        message = "holds no rows"
+        message = "holds no rows: leave it out"
         try:
             for batch in arrow.open_csv(readers.open_utf8(file) if is_odd else file, options, parse, convert):
                 message = "" if len(batch) else message
@@ -169,7 +171,7 @@ def delimited_table(file: Path, shape: Shape, columns: Mapping[str, str] | None 
         except UnicodeDecodeError:
             message = NOT_UTF8
         except pa.ArrowInvalid as error:
-            message = str(error).splitlines()[0]
+            message = re.sub("CSV conversion.* invalid UTF8 data", NOT_UTF8, str(error).splitlines()[0])
         if message:
             row, reason = re.fullmatch(r"(?:.*Row #(\d+): )?(.*)", message).groups()  # type: ignore[union-attr]
             line = f" line {row}" if row else ""

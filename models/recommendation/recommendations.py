@@ -461,10 +461,8 @@ class BaselineRecommendations(Recommendations):
             names = [name for name in file.keys() if name.partition(".")[0] == by]  # noqa: SIM118  no mapping
             self._kept = {name.removeprefix(f"{by}."): file.get_tensor(name) for name in names}
         if not self._kept:
-            raise RecommendationError(
-                f"--by {by}: {BASELINES.get(by, by)} is not kept here: this data has no times, or nothing was"
-                " held out to choose a blend by"
-            )
+            why = "nothing was held out to choose one by" if by == BLEND else "this data has no times"
+            raise RecommendationError(f"--by {by}: {BASELINES.get(by, by)} is not kept here: {why}")
         self._parts: list[tuple[float, Recommendations]] = []
         """Of a blend: shares and what they are of, the largest first."""
         if by == BLEND:

@@ -218,8 +218,8 @@ def test_what_is_not_kept_is_refused_in_one_line(tmp_path: Path) -> None:
     model, _ = write_model(tmp_path)
     model.recent = torch.zeros(0, ITEMS)
     baselines.fit_unmeasured(model, tmp_path)
-    for by in ("recent", "blend"):
-        with pytest.raises(UserError, match=f"--by {by}: .* is not kept here"):
+    for by, why in {"recent": "this data has no times", "blend": "nothing was held out"}.items():
+        with pytest.raises(UserError, match=f"--by {by}: .* is not kept here: {why}"):
             recommender().open_lists(tmp_path, by)
 
 

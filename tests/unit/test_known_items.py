@@ -134,11 +134,28 @@ def test_guests_have_the_lists_of_what_they_took_and_quantities_weigh_it(
     assert more > even
     with pytest.raises(UserError, match=r"d.csv line 2: quantity -1: leave out rows"):
         asked("d.csv", "user,item,quantity\ng,i1,-1\n")
-    with pytest.raises(UserError, match="has no column user_id"):
-        asked("e.csv", "shopper,item\ng,i1\n")
+    for columns in ("shopper,item", "user,thing", "u,i"):
+        with pytest.raises(UserError, match=r"has no column .*a user and an item are needed: name them"):
+            asked("e.csv", f"{columns}\ng,i1\n")
     (tmp_path / "basket.csv").write_text("item_id\ni1\nnew\ni2\n")
     assert answer(lists, RecommendOptions(items=str(tmp_path / "basket.csv"), top=4, json=True), []) == 0
     assert json.loads(capsys.readouterr().out)["items"] == one["items"]
+
+
+def test_guests_of_whom_nothing_is_known_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lists = write_model(tmp_path)
+    guests = [{"items": ["i1"]}, {"items": []}, {"items": ["new"]}, {"items": ["i2"]}]
+    (file := tmp_path / "g.jsonl").write_text("\n".join(map(json.dumps, guests)))
+    for out in (None, str(tmp_path / "lists.csv")):
+        answer(lists, RecommendOptions(guests=str(file), out=out), [])
+        said = capsys.readouterr().err
+        assert "2 of 4 users have no known item, and get no list" in said
+        assert "--with-seen" not in said
+    file.write_text("\n".join(map(json.dumps, guests[1:3])))
+    with pytest.raises(UserError, match="training data: new; --guests: 2 of 2 users have no known item"):
+        answer(lists, RecommendOptions(guests=str(file)), [])
 
 
 def test_columns_of_a_table_say_what_is_offered(tmp_path: Path) -> None:
@@ -149,8 +166,9 @@ def test_columns_of_a_table_say_what_is_offered(tmp_path: Path) -> None:
         ("stock > 0", None): {"i4", "i7"},
         ("stock > 0 and price <= 20", None): {"i4"},
         ("category == 'tea' or price == 30", None): {"i5", "i6", "i7"},
-        (None, "wine,tea"): {"i7"},
+        (None, "wine, tea"): {"i7"},
         ("price < 9", "tea"): {"i4"},
+        ("price < 9 or stock == 9", "tea"): {"i4", "i7"},
     }.items():
         lists = open_lists(tmp_path)
         choose(lists, only=str(table), where=flags[0], without_category=flags[1])
@@ -163,6 +181,12 @@ def test_columns_of_a_table_say_what_is_offered(tmp_path: Path) -> None:
     }.items():
         with pytest.raises(UserError, match=said):
             choose(lists, only=str(table), where=where)
+    for category, said in {
+        "Wine": r"Wine: no row of .* \(did you mean wine\?\)",
+        "tea,beer": "beer: .*; there is: wine, tea",
+    }.items():
+        with pytest.raises(UserError, match=f"--without-category {said}"):
+            choose(lists, only=str(table), without_category=category)
     with pytest.raises(UserError, match="are about a table: name it"):
         choose(lists, only="i4", without_category="wine")
 
