@@ -135,17 +135,14 @@ class Recipe:
     def __post_init__(self) -> None:
         # A task's own file may register optimizers, and is not imported yet: the registry asks again.
         check_fields(self, "optimizer" if ".py" in self.task and self.optimizer not in OPTIMIZERS else "")
+        every = self.eval_every
         if self.epochs is not None and self.steps is not None:
             raise UserError("--epochs and --steps exclude each other: give one of them")
-        if "minutes" in (self.warmup.unit, self.decay.unit, self.eval_every and self.eval_every.unit):
-            raise UserError(
-                "--warmup, --decay and --eval-every are counted in steps, epochs or a share of the run:"
-                " minutes depend on the machine"
-            )
-        if self.eval_every and self.eval_every.value == 0:
-            raise UserError(
-                f"--eval-every {self.eval_every}: must be above 0; leave it out to evaluate once an epoch"
-            )
+        if "minutes" in (self.warmup.unit, self.decay.unit, every and every.unit):
+            counted = "--warmup, --decay and --eval-every are counted in steps, epochs or a share of the run"
+            raise UserError(f"{counted}: minutes depend on the machine")
+        if every and every.value == 0:
+            raise UserError(f"--eval-every {every}: must be above 0; leave it out to evaluate once an epoch")
         if self.epochs is not None and not all(e > 0 for e in self.epochs):
             raise UserError(f"--epochs {','.join(map(str, self.epochs))}: must be above 0")
 

@@ -100,8 +100,7 @@ def plain_model(where: str) -> LanguageModel | None:
     if not any(kind.endswith(("ForCausalLM", "LMHeadModel", "CAUSAL_LM")) for kind in kinds):
         raise UserError(f"{where}: is no run, and its model writes no text ({kinds[0]}): give another")
     return LanguageModel(
-        template_in(path),
-        lambda bits: partial(TextStream, *open_for_generation(path, bits or 16)),
+        template_in(path), lambda bits: partial(TextStream, *open_for_generation(path, bits or 16))
     )
 
 

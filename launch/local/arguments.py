@@ -133,7 +133,7 @@ def sort_flags(
     `where`: who takes them. Raises UserError.
     """
     found = translate(flags, _known(groups))
-    _refuse_unknown(found.flags, _known(groups), where)
+    refuse_unknown(found.flags, _known(groups), where)
     return _values(found.flags, groups), list(found.notes.values())
 
 
@@ -212,9 +212,7 @@ def _read(
     """
     positional, typed = split_words(words)
     if positional:
-        raise UserError(
-            f"{command}: what is {positional[0]!r}? Flags start with --; a value with spaces needs quotes"
-        )
+        raise UserError(f"{command}: what is {positional[0]!r}? Flags start with --; spaces need quotes")
     in_file = flags_of_files(typed)
     task = typed.get("task", in_file.get("task", BareValue()))
     if isinstance(task, BareValue):
@@ -224,7 +222,7 @@ def _read(
     groups = _groups(chosen, options_class)
     known = _known(groups)
     found = translate(in_file, known).below(translate(typed, known))
-    _refuse_unknown(found.flags, known, f"{command} --task {chosen.name}")
+    refuse_unknown(found.flags, known, f"{command} --task {chosen.name}")
     return chosen, groups, found
 
 
@@ -234,9 +232,7 @@ def _request(
     """The request that flags with one value each make. Raises UserError."""
     values = _values(found.flags, groups)
     if {"per_device_batch_size", "batch_size"} <= found.flags.keys():
-        raise UserError(
-            "--per-device-batch-size and --batch-size both say how large a batch is: give one of them"
-        )
+        raise UserError("--per-device-batch-size and --batch-size both say how large a batch is: give one")
     scaling = BatchScaling(**values["scaling"])
     asked = {**values["recipe"], **values["options"]}
     if scaling.per_device_batch_size:  # before the mode's own batch is named
@@ -320,7 +316,7 @@ def _groups(chosen: LoadedWorkload, options_class: type | None) -> Groups:
     }
 
 
-def _refuse_unknown(flags: Iterable[str], known: Mapping[str, Flag], where: str) -> None:
+def refuse_unknown(flags: Iterable[str], known: Collection[str], where: str) -> None:
     """Raises UserError for names of flags that are unknown, each with what may be meant."""
     words = list(map(spelling, words_for(known)))
     said = [

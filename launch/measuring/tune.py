@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from isobatch.core.errors import first_line
 from isobatch.core.measures import now, printable
 from isobatch.core.number_ranges import AboveZero
 from isobatch.core.plan import INVARIANCES
@@ -157,9 +158,7 @@ def try_setting(
         if not found.ratios:
             raise TimeoutError("no time was left to measure it")
     except Exception as error:
-        known = classify(error)
-        text = str(known if known is not None else error).strip() or type(error).__name__
-        found.problem = text.splitlines()[0][:200]
+        found.problem = first_line(classify(error) or error)[:200]
     return found
 
 
