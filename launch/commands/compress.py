@@ -116,12 +116,9 @@ def compress(words: Sequence[str]) -> int:
     chosen = pareto.choose(points, options.choose)
     copied = pareto.copy(chosen, run.folder / "chosen")
     text = "\n\n".join((text_of(contents, folder), pareto.text_of(points, chosen, options.choose, copied)))
-    answer = contents.to_dict() | {
-        "pareto": [one.name for one in pareto.front(points)],
-        "choice": chosen.name,
-        "chosen": str(copied),
-    }
-    return print_answer(answer, text, options.json)
+    front = [one.name for one in pareto.front(points)]
+    choice = {"pareto": front, "choice": chosen.name, "chosen": str(copied)}
+    return print_answer(contents.to_dict() | choice, text, options.json)
 
 
 def _possible(quantize: tuple[str, ...], flags: Mapping[str, str]) -> tuple[str, ...]:

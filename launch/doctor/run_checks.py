@@ -20,8 +20,8 @@ from isobatch.engine.runs.classify_errors import classify
 from isobatch.engine.runs.log_reader import damaged_rows, newest_rows
 from isobatch.engine.runs.run_folder import RunFolder, refuse_links
 from isobatch.launch.control.runs import RunsOptions, look
-from isobatch.launch.doctor.check import Check, broken, ok, warning
 from isobatch.launch.doctor.machine import check_machine, check_space
+from isobatch.launch.doctor.probes import Check, broken, ok, warning
 from isobatch.launch.local.arguments import read_command
 from isobatch.launch.local.run_setup import one_run
 

@@ -342,8 +342,6 @@ def _with_batch_scaling(
         factors = {**first, "gradient_accumulation_steps": steps, "processes": processes if each else None}
         given = {name: factor for name, factor in factors.items() if factor}
         recipe = dataclasses.replace(recipe, batch_size=math.prod(given.values()))
-        notes.append(
-            f"{' x '.join(f'{spelling(n)} {k}' for n, k in given.items())} is a global batch of"
-            f" {recipe.batch_size}, on any number of processes"
-        )
+        product = " x ".join(f"{spelling(name)} {factor}" for name, factor in given.items())
+        notes.append(f"{product} is a global batch of {recipe.batch_size}, on any number of processes")
     return recipe, notes

@@ -104,10 +104,8 @@ def measure(base: Variant, world: Communicator, options: TuneOptions, _: Path) -
     wanted = list(settings(base))
     with trial(base, world) as session:
         noise = try_setting(base, session, Setting("the recipe itself"), len(wanted) + 2, limit)
-        tried = [
-            try_setting(base, session, setting, len(wanted) - number + 1, limit)
-            for number, setting in enumerate(wanted)
-        ]
+        shares = range(len(wanted) + 1, 1, -1)
+        tried = [try_setting(base, session, one, n, limit) for one, n in zip(wanted, shares, strict=True)]
         fastest = sorted((one for one in tried if one.beats(noise)), key=lambda one: -one.ratio)
         same = compatible(one for one in fastest if one.learns_the_same)
         if len(same) > 1:

@@ -12,9 +12,9 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.clusters.slurm import client, legs, node
+from isobatch.launch.clusters.slurm.command import default_lead
 from isobatch.launch.clusters.slurm.legs import LegClock, requeue, should_save_now, why_not_requeue
 from isobatch.launch.clusters.slurm.node import Meeting
-from isobatch.launch.clusters.slurm.sbatch_script import default_lead
 from isobatch.launch.clusters.slurm.step import ORPHANED, STEP_SHELL, explain_end
 
 if TYPE_CHECKING:

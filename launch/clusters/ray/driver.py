@@ -227,11 +227,9 @@ def _connect(address: str) -> None:
     os.environ.update({name: os.environ.get(name, value) for name, value in OWN_RESTARTS.items()})
     if not ray.is_initialized():
         try:
-            ray.init(
-                address=address,
-                include_dashboard=False if address == "local" else None,
-                log_to_driver=False,  # the run's own lines stand in its log
-            )
+            # The run's own lines stand in its log.
+            dashboard = False if address == "local" else None
+            ray.init(address=address, include_dashboard=dashboard, log_to_driver=False)
         except ConnectionError:
             said = f"--address {address}: this machine is in no Ray cluster: `ray start --head` makes one"
             raise UserError(f"{said}, and --address local needs none") from None
