@@ -270,9 +270,14 @@ def als_vectors(fixed: Tensor, x: Tensor, l2: float, alpha: float) -> Tensor:
     return found @ basis.T
 
 
+def als_users(kept: Arrays, x: Tensor) -> Tensor:
+    """(B, d) the users' vectors, solved for what they had."""
+    return als_vectors(kept["items"], x, *kept["settings"].tolist())
+
+
 def als_scores(kept: Arrays, x: Tensor) -> Tensor:
     """(B, items): the users' vectors are solved for what they had."""
-    return als_vectors(kept["items"], x, *kept["settings"].tolist()) @ kept["items"].T
+    return als_users(kept, x) @ kept["items"].T
 
 
 CLASSICS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +61,7 @@ open_lists = recommender().open_lists
 MANY = 800
 
 
-def write_twins(folder: Path, by: str) -> Recommendations:
+def write_twins(folder: Path, by: str, *blend: str) -> Recommendations:
     """MANY items, each of the first 400 with the vector and weights of the one 400 behind it."""
     write_model(folder)
     draws, names = np.random.default_rng(2), [f"i{n}" for n in range(MANY)]
@@ -87,23 +88,36 @@ def write_twins(folder: Path, by: str) -> Recommendations:
         kept[f"{name}.values"] = np.concatenate(weights).astype(np.float16)
     kept |= {"recent.counts": kept["popularity"] + 1, "als.items": as_float["items"]}
     kept |= {"als.settings": np.array([0.1, 0.1], np.float32)}
-    kept |= {f"blend.{name}": np.array([0.5], np.float32) for name in ("knn", "ease")}
+    kept |= {f"blend.{name}": np.array([0.5], np.float32) for name in blend}
     save_file(kept, folder / "baselines.safetensors")
     return open_recommendations(folder, by if by in BASELINES else "model")
 
 
-@pytest.mark.parametrize("by", ["dot", "mlp", "neumf", *BASELINES])
+@pytest.mark.parametrize(
+    ("by", "blend"),
+    [
+        *((by, ()) for by in ("dot", "mlp", "neumf", *BASELINES) if by != "blend"),
+        *(
+            ("blend", pair)
+            for pair in itertools.combinations(("model", *BASELINES), 2)
+            if "blend" not in pair
+        ),
+    ],
+)
 def test_a_list_is_the_same_however_it_is_asked_for_and_of_equal_items_the_first_is_first(
-    by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    by: str, blend: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lists, top = write_twins(tmp_path, by), 6
-    monkeypatch.setattr(recommendations, "BLOCK", 7 * MANY)  # blocks of seven users, and a rest
+    lists, top = write_twins(tmp_path, by, *blend), 6
+    # Blocks of seven users, and a rest; of the weights, those of a hundred items are spread over all items.
+    for name, value in {"BLOCK": 7 * MANY, "FEW": 7, "ADDED": 1e6, "OFTEN": 100 * MANY}.items():
+        monkeypatch.setattr(recommendations, name, value)
     found, scores = lists.lists(range(USERS), top)
     for user in range(USERS):
         had = {int(key) - user * MANY for key in lists.arrays["had"] if key // MANY == user}
         listed = found[user].tolist()
         assert names(lists.recommend(f"u{user}", top)) == [f"i{n}" for n in listed]
-        assert listed == lists.lists([3, user], top)[0][1].tolist()
+        both = lists.lists([3, user], top)
+        assert (listed, scores[user].tolist()) == (both[0][1].tolist(), both[1][1].tolist())
         rank = [(-score, n) for score, n in zip(scores[user].tolist(), listed, strict=True)]
         assert rank == sorted(rank)
         left = np.delete(lists.scores(user), [*had])
