@@ -222,24 +222,25 @@ class Recommendations:
         Where scores are products, their moments are computed of the vectors: those of a block's scores
         would differ with the block.
         """
-        if not self._product:
+        if not self.has_vectors:
             self._score(users, room)
             room -= room.mean(1)[:, None]
             deviation = np.sqrt(np.einsum("ui,ui->u", room, room) / len(self.items))
             room *= (share / (deviation + TINY))[:, None]
             return room, 0.0, lambda rows, items: room[rows, items]
         items, covariance = self._centred
-        u = np.pad(self._vectors(users).astype(np.float64), ((0, 0), (0, 1)), constant_values=1)
+        u = np.pad(self.vectors(users).astype(np.float64), ((0, 0), (0, 1)), constant_values=1)
         variance = (np.matmul(u[:, None], covariance)[:, 0] * u).sum(1)
         u *= share / (np.sqrt(variance)[:, None] + TINY)
         return self._by_products(u, items, self._no_bias, room)
 
     @property
-    def _product(self) -> bool:
+    def has_vectors(self) -> bool:
         """Whether scores are products of vectors."""
         return self.head == "dot"
 
-    def _vectors(self, users: np.ndarray) -> np.ndarray:
+    def vectors(self, users: np.ndarray) -> np.ndarray:
+        """(n, dim) of users by number."""
         return self.arrays["users"][users]
 
     @cached_property
@@ -256,7 +257,7 @@ class Recommendations:
     def _by_vectors(self, u: np.ndarray, room: Any = None) -> Scored:
         """Scores of (n, dim) users by vector."""
         v, bias = self.arrays["items"], self.arrays["bias"]
-        if self._product:
+        if self.has_vectors:
             return self._by_products(u, v, bias, room)
         scores = np.stack([self._pairs(np.broadcast_to(one, v.shape), v) + bias for one in u], out=room)
 
@@ -541,17 +542,17 @@ class BaselineRecommendations(Recommendations):
         return self.scores_for(self._had(user))
 
     @property
-    def _product(self) -> bool:
+    def has_vectors(self) -> bool:
         return self.by == ALS
 
-    def _vectors(self, users: np.ndarray) -> np.ndarray:
+    def vectors(self, users: np.ndarray) -> np.ndarray:
         if "users" in self._kept:
             return self._kept["users"][users]
         return np.stack([self.new_user(self._had(n)) for n in users.tolist()])
 
     def _score(self, users: np.ndarray, room: np.ndarray, *rooms: np.ndarray) -> Scored:
         if self.by == ALS:
-            return self._by_vectors(self._vectors(users), room)
+            return self._by_vectors(self.vectors(users), room)
         if self.by in (POPULARITY, RECENT):
             room[:] = counts = next(iter(self._kept.values())).astype(np.float64)
             slack = 4 * np.finfo(room.dtype).eps * counts.max(initial=0)

@@ -423,12 +423,12 @@ class Recommender(Task):
     ) -> Mapping[str, Any]:
         """onnx: a model of sequences, beside the names of its items. See `models/protocols.py::Exports`."""
         if kind != "onnx":
-            from isobatch.models.recommendation.vector_files import export_vectors
+            from isobatch.models.recommendation.exports import export_vectors
 
             return export_vectors(final, folder, ALS if kind.endswith(ALS) else MODEL)
         if not self.in_sequences:
             raise UserError(f"--to {kind}: is for --preset sequence: vectors lie in {final} as they are")
-        from isobatch.models.recommendation.sequence import export_onnx
+        from isobatch.models.recommendation.exports import export_onnx
 
         shutil.copy(final / recommendations.NAMES_FILE, folder)
         return export_onnx(final, folder, self.build_model(facts), batches)
