@@ -16,7 +16,6 @@ EXTRAS = {
     "datasets": "data",
     "gguf": "gguf",
     "sklearn": "baselines",
-    "usearch": "index",
     "tensorboard": "trackers",
     "ray": "ray",
     "starlette": "serve",

@@ -52,14 +52,16 @@ class OptimizerTraits:
     def build(self, groups: Groups, lr: float, device: str) -> Optimizer:
         """The optimizer over parameter groups, on a type of device."""
         make = load(self.make) if isinstance(self.make, str) else self.make
-        return make(groups, lr, device)
+        optimizer: Optimizer = make(groups, lr, device)
+        return optimizer
 
 
 def _of(library: str, name: str, **more: Any) -> Callable[[Groups, float, str], Optimizer]:
     def make(groups: Groups, lr: float, device: str) -> Optimizer:
         kind = getattr(importlib.import_module(f"{library}.optim"), name)
         fused = {"fused": device in ("cpu", "cuda")} if name == "AdamW" else {}
-        return kind(groups, lr=lr, **more, **fused)
+        optimizer: Optimizer = kind(groups, lr=lr, **more, **fused)
+        return optimizer
 
     return make
 

@@ -27,8 +27,10 @@ def runs_table(runs: list[dict[str, Any]]) -> list[list[str]]:
         cells["trained"] = _figure(run["trainable_parameters"], "{:,}".format)
         cells["memory"] = _figure(run["peak_memory_bytes"], format_bytes)
         columns.append(cells | {"training": _figure(run["train_seconds"], "{:,.0f} s".format)})
-    names = dict.fromkeys(itertools.chain(*columns))
-    return [[name, *(cells.get(name, "") for cells in columns)] for name in names]
+    return [
+        [name, *(cells.get(name, "") for cells in columns)]
+        for name in dict.fromkeys(itertools.chain(*columns))
+    ]
 
 
 def baselines_tables(runs: list[dict[str, Any]]) -> list[tuple[str, list[list[str]]]]:

@@ -20,6 +20,7 @@ from isobatch.models.encoder.calibration import DOUBT
 from isobatch.models.encoder.class_metrics import softmax
 from isobatch.models.encoder.drift import Profile
 from isobatch.models.encoder.evaluation import Runner
+from isobatch.models.encoder.problems import Problem
 
 TextOrPair = str | tuple[str, str]
 WIDTH_MULTIPLE = 8
@@ -38,7 +39,7 @@ class TextClassifier:
 
     run: Runner
     tokenizer: Any
-    problem: problems.Problem
+    problem: Problem
     max_length: int
     pad: int
     columns: dict[str, str | None]

@@ -2,5 +2,11 @@
 
 from isobatch.models.workloads import Workload
 
-SUMMARY = "a variational autoencoder over sequences, watched for posterior collapse"
-WORKLOADS = (Workload("sequence-vae", "task:SequenceVAE", SUMMARY, place=60),)
+WORKLOADS = (
+    Workload(
+        "sequence-vae",
+        "task:SequenceVAE",
+        "a variational autoencoder over sequences, watched for posterior collapse",
+        place=60,
+    ),
+)
