@@ -16,6 +16,7 @@ EXTRAS = {
     "datasets": "data",
     "gguf": "gguf",
     "sklearn": "baselines",
+    "usearch": "index",
     "tensorboard": "trackers",
     "ray": "ray",
     "starlette": "serve",

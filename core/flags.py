@@ -198,10 +198,8 @@ def _convert(kind: Any, value: Any) -> Any:
         items = value if isinstance(value, list | tuple) else str(value).split(",")
         return tuple(_convert(arguments[0], item) for item in items)
     if kind not in _SCALARS:
-        raise TypeError(
-            f"a field of type {kind} cannot be a flag: use int, float, bool, str, Interval, Literal[...],"
-            " tuple[int, ...] or one of them | None"
-        )
+        known = "int, float, bool, str, Interval, Literal[...], tuple[int, ...] or one of them | None"
+        raise TypeError(f"a field of type {kind} cannot be a flag: use {known}")
     return _SCALARS[kind](value)
 
 
@@ -234,9 +232,8 @@ def _convert_choice(choices: tuple[Any, ...], value: Any) -> Any:
     switch = {"true": "on", "false": "off"}.get(str(value).lower())
     if switch in choices:
         return switch
-    raise ValueError(
-        f"is not one of {', '.join(str(c) for c in choices)}{nearest_hint(str(value), map(str, choices))}"
-    )
+    hint = nearest_hint(str(value), map(str, choices))
+    raise ValueError(f"is not one of {', '.join(map(str, choices))}{hint}")
 
 
 def _integer(value: Any) -> int:
@@ -284,12 +281,12 @@ _SCALARS: dict[Any, Callable[[Any], Any]] = {
 
 
 def known_options(options: dict[str, Any], kinds: Iterable[type]) -> dict[str, Any]:
-    """The options, if each is a field of one of these dataclasses. Raises UserError."""
-    known = [name for kind in kinds for name in flags_of(kind)]
+    """The options, each converted to its type, a field of one of these dataclasses. Raises UserError."""
+    known = {name: flag for kind in kinds for name, flag in flags_of(kind).items()}
     for name in options:
         if name not in known:
             raise UserError(f"{name}: there is no such option{nearest_hint(name, known)}")
-    return options
+    return {name: convert(known[name], value) for name, value in options.items()}
 
 
 def nearest_hint(word: str, valid: Iterable[str]) -> str:

@@ -52,16 +52,14 @@ class OptimizerTraits:
     def build(self, groups: Groups, lr: float, device: str) -> Optimizer:
         """The optimizer over parameter groups, on a type of device."""
         make = load(self.make) if isinstance(self.make, str) else self.make
-        optimizer: Optimizer = make(groups, lr, device)
-        return optimizer
+        return make(groups, lr, device)
 
 
 def _of(library: str, name: str, **more: Any) -> Callable[[Groups, float, str], Optimizer]:
     def make(groups: Groups, lr: float, device: str) -> Optimizer:
         kind = getattr(importlib.import_module(f"{library}.optim"), name)
         fused = {"fused": device in ("cpu", "cuda")} if name == "AdamW" else {}
-        optimizer: Optimizer = kind(groups, lr=lr, **more, **fused)
-        return optimizer
+        return kind(groups, lr=lr, **more, **fused)
 
     return make
 

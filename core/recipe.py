@@ -13,19 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from isobatch.core import number_ranges
 from isobatch.core.errors import UserError
 from isobatch.core.flags import Interval, OneOf, check_fields, flags_of, options_to_dict
-from isobatch.core.number_ranges import (
-    AboveZero,
-    Count,
-    Fraction,
-    Momentum,
-    Positive,
-    Probability,
-    Rate,
-    Seed,
-    Share,
-)
 from isobatch.core.optimizers import OPTIMIZERS
 
 DEMO = "demo"
@@ -62,24 +52,25 @@ class Recipe:
     """A folder, file or hub id; by default the model's own, else one trained on the data."""
     revision: str | None = None
     """The hub revision of the model."""
-    seed: Seed = 0
+    seed: number_ranges.Seed = 0
     """Decides the order of the samples, the initial weights and all noise."""
-    epochs: tuple[Rate, ...] | None = None
+    epochs: tuple[number_ranges.Rate, ...] | None = None
     """Passes over the data; one number, or one per phase."""
-    steps: tuple[Positive, ...] | None = None
-    """Optimizer steps in place of epochs; one number, or one per phase."""
+    steps: tuple[number_ranges.Count, ...] | None = None
+    """Optimizer steps in place of epochs; one number, or one per phase. 0, of a recommender with --from: new
+    users and items get their rows and texts, and nothing is trained."""
     phase: str | None = None
     """Train only this phase."""
-    least_steps: Count = 0
+    least_steps: number_ranges.Count = 0
     """Fewest optimizer steps of the run: --epochs that give fewer, on small data, are lengthened to them. Of
     many classes each is seen 200 times at least, too; 0 for neither."""
-    batch_size: Positive = 32
+    batch_size: number_ranges.Positive = 32
     """The GLOBAL batch in samples: the same on any number of processes."""
-    max_length: Positive = 128
+    max_length: number_ranges.Positive = 128
     """Longest sample in tokens."""
-    lr: Rate = 1e-3
+    lr: number_ranges.Rate = 1e-3
     """Peak learning rate."""
-    weight_decay: Rate = 0.01
+    weight_decay: number_ranges.Rate = 0.01
     """Decay of weight matrices; biases and norms have none. Decoupled from the gradients, but for sgd, which
     adds it to them before the momentum, as L2 does."""
     warmup: Interval = Interval(0, "steps")
@@ -94,44 +85,44 @@ class Recipe:
     decay_shape: Literal["sqrt", "linear"] = "sqrt"
     """Of that part: 1 - sqrt(x) over its share x (Hägele et al. 2024, "Scaling Laws and Compute-Optimal
     Training Beyond Fixed Training Durations"), or 1 - x."""
-    clip: Rate = 1.0
+    clip: number_ranges.Rate = 1.0
     """Largest norm of the whole gradient; 0 for none."""
-    dropout: Probability | None = None
+    dropout: number_ranges.Probability | None = None
     """Sets every dropout of the model; by default the model's own."""
     optimizer: Annotated[str, OneOf(OPTIMIZERS)] = "adamw"
     """8-bit states change what is learnt, so they are recipe. `own` is what a task's file makes."""
-    train_fraction: Fraction = 1.0
+    train_fraction: number_ranges.Fraction = 1.0
     """Share of the training samples: a seeded subset, the same on every machine."""
-    eval_fraction: Fraction = 1.0
+    eval_fraction: number_ranges.Fraction = 1.0
     """Share of the validation samples used while training: a seeded subset, the same on every machine."""
     eval_every: Interval | None = None
     """How often to evaluate while training: steps, or a share of the phase (10%) or of an epoch (0.5ep);
     by default once an epoch."""
-    patience: Count = 0
+    patience: number_ranges.Count = 0
     """Stop after this many evaluations without improvement and keep the best; 0 never stops early."""
-    min_delta: Rate = 0.0
+    min_delta: number_ranges.Rate = 0.0
     """What counts as an improvement."""
     group_by_length: bool = False
     """Batches of like lengths: faster, but another order of samples."""
     noise: Literal["keyed", "native"] = "keyed"
     """keyed: the same dropout noise on any machine. native: torch's own, which depends on the cut."""
-    adam_beta1: Momentum = 0.9
+    adam_beta1: number_ranges.Momentum = 0.9
     """Decay of Adam's mean of gradients."""
-    adam_beta2: Momentum = 0.999
+    adam_beta2: number_ranges.Momentum = 0.999
     """Decay of Adam's mean of squared gradients."""
-    adam_eps: AboveZero = 1e-8
+    adam_eps: number_ranges.AboveZero = 1e-8
     """Added to the root of that mean."""
-    ema: Momentum | None = None
+    ema: number_ranges.Momentum | None = None
     """Keep an average of the weights too, in which each step leaves this share of the average before, such as
     0.999. It is evaluated beside them (ema_loss) and exported to final/ema; they learn what they did."""
-    label_smoothing: Probability = 0.0
+    label_smoothing: number_ranges.Probability = 0.0
     """Share of a target's probability that is spread evenly over all classes, or tokens, while training."""
-    lr_floor: Share = 0.0
+    lr_floor: number_ranges.Share = 0.0
     """Where --schedule cosine ends, as a share of --lr."""
     order: Literal["rows", "shards"] = "rows"
     """rows: every epoch permutes all samples. shards: it permutes groups of neighbours, and the samples of
     --shuffle-window groups among themselves, so that each group is read once; data in a store has this."""
-    shuffle_window: Positive = 32
+    shuffle_window: number_ranges.Positive = 32
     """Groups whose samples are mixed by --order shards: more mix better and take longer to begin."""
     on_spike: Literal["warn", "skip", "rollback"] = "warn"
     """What to do where the loss or gradient norm of a step jumps: say so; go back and leave the step out; or
@@ -144,17 +135,14 @@ class Recipe:
     def __post_init__(self) -> None:
         # A task's own file may register optimizers, and is not imported yet: the registry asks again.
         check_fields(self, "optimizer" if ".py" in self.task and self.optimizer not in OPTIMIZERS else "")
+        every = self.eval_every
         if self.epochs is not None and self.steps is not None:
             raise UserError("--epochs and --steps exclude each other: give one of them")
-        if "minutes" in (self.warmup.unit, self.decay.unit, self.eval_every and self.eval_every.unit):
-            raise UserError(
-                "--warmup, --decay and --eval-every are counted in steps, epochs or a share of the run:"
-                " minutes depend on the machine"
-            )
-        if self.eval_every and self.eval_every.value == 0:
-            raise UserError(
-                f"--eval-every {self.eval_every}: must be above 0; leave it out to evaluate once an epoch"
-            )
+        if "minutes" in (self.warmup.unit, self.decay.unit, every and every.unit):
+            counted = "--warmup, --decay and --eval-every are counted in steps, epochs or a share of the run"
+            raise UserError(f"{counted}: minutes depend on the machine")
+        if every and every.value == 0:
+            raise UserError(f"--eval-every {every}: must be above 0; leave it out to evaluate once an epoch")
         if self.epochs is not None and not all(e > 0 for e in self.epochs):
             raise UserError(f"--epochs {','.join(map(str, self.epochs))}: must be above 0")
 

@@ -25,7 +25,6 @@ from isobatch.data.preparation.spooled_array import chunks_of
 if TYPE_CHECKING:
     from isobatch.core.facts import Facts
     from isobatch.core.recipe import Recipe
-    from isobatch.data.digests import PreparedFile
 
 WEIGHT = ".weight"
 TEST = "test"
@@ -72,13 +71,11 @@ class Ragged:
 
     def lengths_of(self, indices: np.ndarray) -> np.ndarray:
         """(len(indices),) int64."""
-        lengths: np.ndarray = self.offsets[indices + 1] - self.offsets[indices]
-        return lengths
+        return np.asarray(self.offsets[indices + 1] - self.offsets[indices])
 
     def rows(self, indices: np.ndarray, pad_to: int = 0) -> np.ndarray:
         """(len(indices), longest) padded on the right; at least `pad_to` wide."""
-        starts = self.offsets[indices]
-        lengths = self.offsets[indices + 1] - starts
+        starts, lengths = self.offsets[indices], self.lengths_of(indices)
         width = int(lengths.max(initial=1))
         if (lengths == width).all() and width >= pad_to and not (starts % width).any():
             blocks = self.values[: len(self.values) // width * width].reshape(-1, width)
@@ -138,7 +135,7 @@ class Source(ABC):
 class ArraySource(Source):
     """Samples from columns in memory or memory-mapped; one vectorised gather per column."""
 
-    def __init__(self, columns: Columns, files: Mapping[str, PreparedFile] | None = None) -> None:
+    def __init__(self, columns: Columns, files: Mapping[str, digests.PreparedFile] | None = None) -> None:
         """`files`: prepared files by name, of which those of the columns are checked as they are fetched."""
         self.columns = dict(columns)
         self._files = files or {}
@@ -339,8 +336,7 @@ def fingerprint(folder: Path) -> str:
     for file in sorted(folder.rglob("*.npy")):
         digest.update(str(file.relative_to(folder)).encode())
         with file.open("rb") as stream:
-            while block := stream.read(1 << 22):
-                digest.update(block)
+            hashlib.file_digest(stream, lambda: digest)
     return digest.hexdigest()
 
 

@@ -15,15 +15,11 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import nearest_hint
-from isobatch.data.chat_formats import THOUGHT
+from isobatch.data.chat_formats import THOUGHT, Message
 from isobatch.data.preparation.encoding import text_hash
-
-if TYPE_CHECKING:
-    from isobatch.data.chat_formats import Message
 
 CLEANING_VERSION = 2
 """Part of the cache key: raise it when the same texts come out differently."""
@@ -45,11 +41,8 @@ _LINE_BREAK = "\0"
 """Stands where an element ends a line, until the text is put together."""
 _TAG = re.compile(r"""</?([a-zA-Z][a-zA-Z0-9]*)(?:[\s/](?:"[^"]*"|'[^']*'|[^<>"'])*)?>""")
 _REMOVED_START = re.compile(r"<(script|style)\b[^<>]*>|<(!--)", re.I)
-_REMOVED_END = {
-    "script": re.compile(r"</script\s*>", re.I),
-    "style": re.compile(r"</style\s*>", re.I),
-    "!--": re.compile("-->"),
-}
+_REMOVED_END = {kind: re.compile(rf"</{kind}\s*>", re.I) for kind in ("script", "style")}
+_REMOVED_END["!--"] = re.compile("-->")
 _DECLARATION = re.compile(r"<!doctype\b[^<>]*>|<\?xml\b[^<>]*>", re.I)
 _ENTITY = re.compile(r"&(?:#[0-9]{1,7}|#[xX][0-9a-fA-F]{1,6}|[a-zA-Z][a-zA-Z0-9]{1,31});")
 

@@ -416,7 +416,7 @@ def explain_parquet_errors(file: Path, what: str = "is no whole parquet file") -
     try:
         yield
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{file}: {what}: {str(error).partition(chr(10))[0]}") from None
+        raise UserError(f"{file}: {what}: {str(error).partition(chr(10))[0]}: fetch it again") from None
 
 
 def _read_parquet(file: Path, part: SplitFiles) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from isobatch.core.facts import Facts
-    from isobatch.data.readers import LocatedRows, SplitFiles
     from isobatch.data.tokenized import Encoded
 
 MODEL_IDS = ("bos", "eos", "unk")
@@ -73,7 +72,7 @@ def find_column(
     return names[0], kind
 
 
-def column_kinds(rows: LocatedRows) -> dict[str, str]:
+def column_kinds(rows: readers.LocatedRows) -> dict[str, str]:
     """Column -> what it holds by the first rows: TEXT, INTEGERS, or a word for users."""
     first: dict[str, str] = {}
     useful: dict[str, str] = {}
@@ -99,7 +98,7 @@ def _demo_lines(texts: Callable[[], Iterable[str]], most: int) -> list[str]:
     return lines[:: math.ceil(len(lines) / most)]
 
 
-def _lines(part: SplitFiles) -> Iterator[str]:
+def _lines(part: readers.SplitFiles) -> Iterator[str]:
     """The lines of .txt files; a very long one comes in several chunks."""
     for file in part.files:
         rest = ""
@@ -110,11 +109,11 @@ def _lines(part: SplitFiles) -> Iterator[str]:
             yield rest
 
 
-def _texts(rows: Callable[[], LocatedRows], column: str) -> Iterator[str]:
+def _texts(rows: Callable[[], readers.LocatedRows], column: str) -> Iterator[str]:
     return (readers.text_cell(row, column, where) for where, row in rows())
 
 
-def _ids(rows: Callable[[], LocatedRows], column: str) -> Iterator[tuple[str, np.ndarray]]:
+def _ids(rows: Callable[[], readers.LocatedRows], column: str) -> Iterator[tuple[str, np.ndarray]]:
     """(place, (ids,) int64) of each row; null is one without.
 
     Raises UserError, which names the place, for what is no list of integers.
@@ -183,7 +182,7 @@ class Sequences(TokenizedData):
         if kind == TEXT:
             self._check_vocabulary_size()
 
-    def _find_column(self, rows: LocatedRows) -> tuple[str, str, list[str]]:
+    def _find_column(self, rows: readers.LocatedRows) -> tuple[str, str, list[str]]:
         """(name, kind, notes) of the column of the sequences."""
         kinds = column_kinds(rows)
         # Whoever gives a tokenizer means text.

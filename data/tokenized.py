@@ -13,7 +13,6 @@ from isobatch.core.errors import UserError
 from isobatch.core.flags import options_to_dict
 from isobatch.data import corpora, readers, tokenizers
 from isobatch.data.base import TEST, WEIGHT, Columns, Data, save
-from isobatch.data.corpora import DEMO
 from isobatch.data.digests import file_hash
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ def path_of(data: str) -> Path | None:
     """
     path = Path(data).expanduser()
     # Path.exists and its like would raise PermissionError.
-    if data == DEMO or not os.path.exists(path):  # noqa: PTH110
+    if data == corpora.DEMO or not os.path.exists(path):  # noqa: PTH110
         return None
     if not (os.path.isfile(path) or os.path.isdir(path)):  # noqa: PTH113, PTH112
         raise UserError(f"--data {data}: is no regular file and no folder: write what it gives into a file")
@@ -46,8 +45,8 @@ def path_of(data: str) -> Path | None:
 
 def check_elsewhere(data: str, valid: float | str | None) -> None:
     """Raise UserError where the demo or a hub data set cannot be had, or not with this --valid."""
-    if data == DEMO:
-        corpora.check_valid(valid, ("valid",), DEMO)
+    if data == corpora.DEMO:
+        corpora.check_valid(valid, ("valid",), corpora.DEMO)
     elif isinstance(valid, str):
         raise UserError(f"--valid {valid}: --data {data} is no file: give a share such as 0.1")
     else:
@@ -118,7 +117,7 @@ class TokenizedData(Data):
 
     def _content_identity(self) -> Any:
         """What the content depends on: hashes of the files, or the name of a hub data set."""
-        if self.recipe.data == DEMO:
+        if self.recipe.data == corpora.DEMO:
             return [file_hash(file) for file in self.demo_files()]
         if files := self._files():
             return readers.content_hashes(files)
@@ -155,7 +154,7 @@ class TokenizedData(Data):
             raise UserError(f"--vocab-size {size}: must be at least {least}: {why}")
 
     def _vocabulary_size(self) -> int:
-        default = self.demo_vocabulary_size if self.recipe.data == DEMO else DEFAULT_VOCABULARY_SIZE
+        default = self.demo_vocabulary_size if self.recipe.data == corpora.DEMO else DEFAULT_VOCABULARY_SIZE
         return self.options.vocab_size or default
 
     def _tokenizer_folder(self) -> Path | None:

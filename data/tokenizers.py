@@ -201,14 +201,9 @@ def download(name: str, revision: str | None) -> Path:
     """Fetch a hub tokenizer; returns its folder in the cache. Raises UserError where that fails."""
     from huggingface_hub import snapshot_download
 
+    wanted = [*TOKENIZER_FILES, *SETTINGS_FILES, CHAT_TEMPLATE_FILE, "config.json"]
     try:
-        return Path(
-            snapshot_download(
-                name,
-                revision=revision,
-                allow_patterns=[*TOKENIZER_FILES, *SETTINGS_FILES, CHAT_TEMPLATE_FILE, "config.json"],
-            )
-        )
+        return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
     except Exception as error:  # network, missing repository, gated: each becomes one line for the user
         raise UserError(f"the tokenizer of {name}: {explain_hub_error(error, revision)}") from None
 

@@ -78,19 +78,6 @@ vocabulary 1.6 times faster on a CPU, in less memory. On a GPU the allocator's s
 torch's profiler says nothing on the terminal.
 """
 
-USAGE = """isobatch: the recipe decides what is learnt, the plan decides how fast
-
-  isobatch auto --task causal-lm                       train the demo on this machine
-  isobatch plan --task causal-lm --hardware 8xh100     what would happen there
-  accelerate launch launch/train.py --task causal-lm   in a world that accelerate formed
-
-In a clone that is not installed: python -m launch auto ...
-
-commands:
-{commands}
-
-`describe TASK` lists every flag. Exit codes: 0 done, 1 bug, 2 wrong input, 3 training failed, 75 stopped."""
-
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
@@ -111,7 +98,8 @@ def _run(words: Sequence[str]) -> int:
         return INTERNAL[words[0]].load()(words[1:])
     if words[0] in ("-h", "--help", "help"):
         listed = "\n".join(f"  {name:<19}{found.help}" for name, found in COMMANDS.items())
-        print(USAGE.format(commands=listed))
+        usage = Path(__file__).with_name("usage.jinja").read_text(encoding="utf-8")
+        print(usage.replace("{{ commands }}", listed), end="")
         return DONE
     if words[0] in ("-V", "--version", "version"):
         libraries = " ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "accelerate"))

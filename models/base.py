@@ -208,6 +208,12 @@ class ModelSize:
     """FLOPs of a step beside those of its tokens, such as a text encoder's."""
     keyed_dropout: bool = False
     """Whether its layers draw keyed noise for dropout."""
+    keyed_scores: bool = True
+    """Whether the scores of its attention draw, too."""
+    ranked: int = 0
+    """Scores that are ranked for each held-out sample."""
+    distinct: int = 0
+    """Most different inputs that held-out samples have, where it is known."""
     needs_transformers: bool = True
     """Whether the process imports transformers' models for it."""
     packs: bool = False

@@ -159,6 +159,7 @@ def _run(trial: Trial, left: float, has_gpu: bool, results: Results) -> Row:
     except RuntimeError as error:
         if limit < trial.seconds and time.monotonic() - began >= limit:
             return _ended("not run", OVER)
+        print(error, file=sys.stderr)
         return {**_ended("failed", _last_line(str(error))), "seconds": round(time.monotonic() - began)}
     finally:
         end_leftovers(results)

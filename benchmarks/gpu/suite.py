@@ -20,7 +20,7 @@ NEEDS = (*COMMAND_LINE, "pytest", "hypothesis")
 MEMORY = "test_memory.py"
 NONE_RAN = 5
 """How pytest ends where all of a file was skipped."""
-AT_ONCE = 3
+AT_ONCE = 5
 """Tests on one GPU at a time, where pytest-xdist is there: most of their time is a process that starts."""
 
 

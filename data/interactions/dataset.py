@@ -17,7 +17,6 @@ import numpy as np
 from isobatch.core.errors import UserError
 from isobatch.data import corpora, tokenizers
 from isobatch.data.base import TEST, WEIGHT, Columns, Ragged, save, save_array
-from isobatch.data.corpora import DEMO
 from isobatch.data.digests import file_hash
 from isobatch.data.interactions import demo, formats, movielens
 from isobatch.data.interactions.log import MISSING, are_in, draw_eval_negatives, pair_keys
@@ -95,14 +94,16 @@ class Interactions(TokenizedData):
         if path is not None:
             for file in self._tables(path):
                 if not file.is_file():
-                    raise UserError(f"--data {path}: there is no {file.name}")
-        elif self.recipe.data != DEMO:
+                    alone = self._tables(path)[0]
+                    way = f"; --data {alone} reads the interactions alone" if alone.is_file() else ""
+                    raise UserError(f"--data {path}: there is no {file.name}{way}")
+        elif self.recipe.data != corpora.DEMO:
             corpora.require_dataset(self.recipe.data)
             raise UserError(f"--data {self.recipe.data}: give a folder or file; hub data has no one form")
 
     def _content_identity(self) -> Any:
         path = path_of(self.recipe.data)
-        return DEMO if path is None else [[f.name, file_hash(f)] for f in self._tables(path)]
+        return corpora.DEMO if path is None else [[f.name, file_hash(f)] for f in self._tables(path)]
 
     def _folder_format(self, path: Path) -> formats.FolderFormat | None:
         """MovieLens' or the NCF protocol's; None for tables. Raises UserError for an unknown --format."""
@@ -140,7 +141,8 @@ class Interactions(TokenizedData):
                 found.notes.append(f"{short:,} users have one item to train on, which follows none: left out")
             if not len(user):
                 raise UserError(
-                    f"--samples sequences: no user of {self.recipe.data} has two items to train on"
+                    f"--samples sequences: no user of {self.recipe.data} has two items to train on: train on"
+                    " pairs (--preset classics, or --samples pairs)"
                 )
             length = np.minimum(trained[user], self.recipe.max_length + 1)
             ends = found.starts[user] + trained[user]  # who is trained on has nothing before

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from isobatch.core.errors import UserError
 from isobatch.data.interactions import tables
 from isobatch.data.readers import SPLIT_NAMES, name_columns, open_parquet, require_name
-from isobatch.data.tables.delimited import ATOMIC, ATOMIC_TYPE, is_number
+from isobatch.data.tables.delimited import ATOMIC, ATOMIC_TYPE, Shape, is_number
 
 if TYPE_CHECKING:
     import numpy as np  # noqa: TC004  heavy, and no class here has flags
 
-    from isobatch.data.tables.delimited import Shape
 
 TABLE_FORMATS = {".csv": "csv", ".tsv": "tsv", ".parquet": "parquet", **dict.fromkeys(ATOMIC, "tsv")}
 TABLE_FORMATS |= {".txt": "txt", ".dat": "txt"}
@@ -185,7 +184,8 @@ def _as_one(path: Path, files: list[Path], parts: list[tables.Table], notes: lis
     for file, part in zip(files, parts, strict=True):
         if (part.names, part.columns) != (one.names, one.columns) or tables.LINE in part.names:
             which = f"{files[0].name} and {file.name}"
-            raise UserError(f"--data {path}: {which} are the same split, not with the same columns: keep one")
+            which += " are the same split: keep one, or give both the same columns"
+            raise UserError(f"--data {path}: {which}")
     ends = f"{files[0].relative_to(path)} to {files[-1].relative_to(path)}"
     notes.append(f"{len(files)} files are read as one, in the order of their names: {ends}")
     return tables.Table(
@@ -204,6 +204,8 @@ def _open_interactions(file: Path, file_format: str | None, options: Any, notes:
         return tables.parquet_table(file, {name: names[c] for name, c in columns.items()}, [*names])
     known = {n for n in itertools.chain(asked.values(), *COLUMNS.values()) if n and not n.isdecimal()}
     shape = tables.shape_to_stream(file, str(form), asked.values(), known)
+    if not shape.names:
+        raise UserError(f"{file}: is empty: leave it out")
     is_table = shape.even or known & {*shape.names}
     if file_format == SEQUENCES or (not is_table and tables.are_sequences(file)):
         return tables.sequence_table(file, asked["user"], notes)
@@ -242,7 +244,8 @@ def _choose_columns(
         flag = f"--{name}-column"
         if column is None:
             wanted, has = " or ".join(usual[:3]), name_columns(available)
-            raise UserError(f"{file}: has no column {wanted}; {flag} says which; it has: {has}")
+            rows = "; --format sequences reads a user's items a line" * all(map(str.isdecimal, available))
+            raise UserError(f"{file}: has no column {wanted}; {flag} says which{rows}; it has: {has}")
         require_name(column, available, file, flag)
         chosen[name] = column
     renamed = [f"{column} as {name}" for name, column in chosen.items() if column != name]

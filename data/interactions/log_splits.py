@@ -134,8 +134,8 @@ class LogSplits:
         self.users, of_users = users.finish()
         described = raw.items if self.options.catalogue == "all" else ()
         self.items, of_items = items.finish([*described, *given])
-        self.notes += _join_notes("users", [self.users[n] for n in of_users], raw.users)
-        self.notes += _join_notes("items", [self.items[n] for n in of_items], raw.items)
+        self.notes += join_notes("users", [self.users[n] for n in of_users], raw.users)
+        self.notes += join_notes("items", [self.items[n] for n in of_items], raw.items)
         least = self.options.min_rating
         if least > 0 and any("rating" not in log.columns for log in logs.values()):
             raise UserError(f"--min-rating {least}: {self.recipe.data} has no ratings")
@@ -161,7 +161,7 @@ class LogSplits:
             return {"train": parts["all"]}
         if method == "given":
             if not given:
-                raise UserError(f"--split given: {data} has no train file")
+                raise UserError(f"--split given: {data} has no train file: name them train, valid and test")
             return parts if "valid" in parts else hold_out_validation(parts, self.notes)
         if given:
             raise UserError(f"--split {method}: {data} is split already: leave it out")
@@ -304,11 +304,10 @@ class LogSplits:
         index = {name: number for number, name in enumerate(self.items)}
         named, where = np.unique(given, return_inverse=True)
         number = np.array([index[str(n)] for n in named], np.int32)
-        found: np.ndarray = number[where].reshape(given.shape)
-        return found
+        return np.asarray(number[where].reshape(given.shape))
 
 
-def _join_notes(what: str, own: list[str], described: Collection[str]) -> Iterator[str]:
+def join_notes(what: str, own: list[str], described: Collection[str]) -> Iterator[str]:
     """What the ids of interactions and those of the table of texts look like, where few are equal."""
     alone = [name for name in own if name not in described]
     if described and 2 * len(alone) > len(own):
@@ -316,5 +315,5 @@ def _join_notes(what: str, own: list[str], described: Collection[str]) -> Iterat
         there = some_ids(name for name in described if name in others)
         yield (
             f"{len(own) - len(alone):,} of {len(own):,} {what} with interactions are in the table of {what}:"
-            f" ids such as {some_ids(alone)} are not, and the table has {there}"
+            f" ids such as {some_ids(alone)} are not" + f", and the table has {there}" * bool(there)
         )

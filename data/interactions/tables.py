@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
 from isobatch.data import readers
-from isobatch.data.readers import is_utf16, numbers_in, open_utf8, read_lines
 from isobatch.data.tables import delimited
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ BATCH_ROWS, BLOCK_BYTES = 1 << 18, 1 << 23
 """What is read at a time of Parquet, and of text."""
 NUMBERS = {"rating": "", "time": ", or dates such as 2019-12-31 23:59:59"}
 """Columns that hold numbers, and what else they may hold: text would be sorted alphabetically."""
-NOT_UTF8 = "its header is not UTF-8: convert it (iconv -f latin1 -t utf-8)"
+NOT_UTF8 = "is not UTF-8: save it as such (iconv -f latin1 -t utf-8)"
 GAPS = {"::": "double colons", " ": "blanks"}
 """What is between fields where no single sign is; " " stands for blanks and tabs of any number."""
 TIME_CELL = re.compile(r"\d{9,}|\d{4}-\d\d-\d\d")
@@ -91,6 +90,8 @@ class Table:
 
         values = self._numbers(name, values) if name in NUMBERS else values
         empty = values.is_null(nan_is_null=name != "rating")
+        if name == "time" and types.is_floating(values.type):
+            empty = compute.or_(empty, compute.is_inf(values).fill_null(False))
         if name in ("user", "item"):
             is_decimal, kind = types.is_floating(values.type), str(values.type)
             if is_decimal and (compute.max(compute.abs(values)).as_py() or 0) >= 2**53:
@@ -161,16 +162,16 @@ def delimited_table(file: Path, shape: Shape, columns: Mapping[str, str] | None 
         options.use_threads = False  # else an error does not name its row
         quote = '"' if shape.dialect["quoting"] != csv.QUOTE_NONE else False
         parse = arrow.ParseOptions(delimiter=delimiter, quote_char=quote)
-        is_odd = file.suffix.lower() == readers.GZIP or is_utf16(file)
-        message = "holds no rows"
+        is_odd = file.suffix.lower() == readers.GZIP or readers.is_utf16(file)
+        message = "holds no rows: leave it out"
         try:
-            for batch in arrow.open_csv(open_utf8(file) if is_odd else file, options, parse, convert):
+            for batch in arrow.open_csv(readers.open_utf8(file) if is_odd else file, options, parse, convert):
                 message = "" if len(batch) else message
                 yield batch
         except UnicodeDecodeError:
             message = NOT_UTF8
         except pa.ArrowInvalid as error:
-            message = str(error).splitlines()[0]
+            message = re.sub("CSV conversion.* invalid UTF8 data", NOT_UTF8, str(error).splitlines()[0])
         if message:
             row, reason = re.fullmatch(r"(?:.*Row #(\d+): )?(.*)", message).groups()  # type: ignore[union-attr]
             line = f" line {row}" if row else ""
@@ -188,7 +189,7 @@ def _batches(names: Sequence[str], rows: Iterator[Sequence[str]]) -> Iterator[pa
 
 def _sequences(file: Path) -> Iterator[list[str]]:
     """The fields of each line that has some."""
-    return filter(None, map(FIELD.findall, read_lines(file)))
+    return filter(None, map(FIELD.findall, readers.read_lines(file)))
 
 
 def are_sequences(file: Path) -> bool:
@@ -238,7 +239,7 @@ def read_fields(file: Path, delimiter: str, count: int, skip: int = 0) -> Iterat
 
     Raises UserError for a line that does not have `count` fields.
     """
-    with open_utf8(file) as stream:
+    with readers.open_utf8(file) as stream:
         for number, block in enumerate(stream, 1):
             try:
                 line = block.decode("utf-8-sig")
@@ -256,8 +257,8 @@ def shape_to_stream(file: Path, form: str, columns: Iterable[str | None], known:
 
     Raises UserError with the line of a quote that is not closed: pyarrow would read on to the next.
     """
-    find = partial(delimited.find_shape, file=file, numbers=numbers_in(columns), known=known)
-    with open_utf8(file) as stream:
+    find = partial(delimited.find_shape, file=file, numbers=readers.numbers_in(columns), known=known)
+    with readers.open_utf8(file) as stream:
         head = [b.decode("utf-8-sig", "replace") for b in itertools.islice(stream, delimited.SAMPLED_LINES)]
     shape = find(head, usual="," if form == "csv" else "\t")
     for gap, what in GAPS.items() if not shape.even else ():
@@ -266,9 +267,9 @@ def shape_to_stream(file: Path, form: str, columns: Iterable[str | None], known:
             notes = [f"{file.name}: {what} are between its fields", *found.notes]
             return found._replace(dialect={**found.dialect, "delimiter": gap}, notes=notes)
     if shape.dialect["quoting"] != csv.QUOTE_NONE:
-        with open_utf8(file) as stream:
+        with readers.open_utf8(file) as stream:
             torn = any(line.count(b'"') % 2 for line in stream)
-        for _ in delimited.read(read_lines(file), file, shape) if torn else ():
+        for _ in delimited.read(readers.read_lines(file), file, shape) if torn else ():
             pass
     return shape
 

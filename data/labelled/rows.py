@@ -23,7 +23,6 @@ from isobatch.data.preparation.encoding import text_hash
 if TYPE_CHECKING:
     from isobatch.core.facts import Facts
     from isobatch.data.labelled.kinds import LabelKind
-    from isobatch.data.readers import LocatedRows
 
 MAX_TEXT_CHARACTERS = 1_000_000
 TEXT_COLUMNS = (
@@ -102,7 +101,7 @@ def usual_pair(text: str) -> tuple[str, ...]:
     return tuple(pair for first, pair in PAIR_COLUMNS.items() if first == text.lower())
 
 
-def read_examples(rows: LocatedRows, columns: ColumnNames) -> Iterator[Example]:
+def read_examples(rows: readers.LocatedRows, columns: ColumnNames) -> Iterator[Example]:
     """The example in each row. Raises UserError for a text that is missing, neither a string nor a list of
     words, or very long; and for a label that is an object, or not one for each word.
     """

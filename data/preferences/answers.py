@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from isobatch.core.errors import UserError
 from isobatch.data import chat_formats
-from isobatch.data.chat_formats import Message, SkippedRowError
 from isobatch.data.preferences import pairs
 from isobatch.data.preferences.dataset import PairSource, Preferences
 from isobatch.data.preferences.encoder import Tokens, render, tokenize
-from isobatch.data.preferences.pairs import LABEL, AnsweredPrompt, ReadRow
 from isobatch.data.text.row_fields import JUDGED, JUDGEMENTS, check_fields, notes_of_unread
 
 if TYPE_CHECKING:
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
     from isobatch.data.text.plain_text import TokenizationSettings
 
 
-def parse_answer(row: Mapping[str, Any], where: str) -> AnsweredPrompt[Message]:
+def parse_answer(row: Mapping[str, Any], where: str) -> pairs.AnsweredPrompt[chat_formats.Message]:
     """The prompt in a row of any form that `causal-lm` reads, and the answer that it ends with.
 
     Raises UserError for a row of another shape, SkippedRowError for one without a prompt or an answer.
@@ -35,12 +33,12 @@ def parse_answer(row: Mapping[str, Any], where: str) -> AnsweredPrompt[Message]:
     while start and messages[start - 1]["role"] == "assistant":
         start -= 1
     if not any(map(chat_formats.asks_something, messages[:start])):
-        raise SkippedRowError("an empty prompt")
-    return AnsweredPrompt(messages[:start], [messages[start:]])
+        raise chat_formats.SkippedRowError("an empty prompt")
+    return pairs.AnsweredPrompt(messages[:start], [messages[start:]])
 
 
 def encode_answer(
-    answered: AnsweredPrompt[Message],
+    answered: pairs.AnsweredPrompt[chat_formats.Message],
     template: ChatTemplate,
     settings: TokenizationSettings,
     where: str,
@@ -58,10 +56,10 @@ def _unjudged(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _judgement(row: Mapping[str, Any], where: str) -> bool:
-    name, value = next(((name, row[name]) for name in JUDGED if row.get(name) is not None), (LABEL, ""))
+    name, value = next(((name, row[name]) for name in JUDGED if row.get(name) is not None), (pairs.LABEL, ""))
     text = str(value).strip().lower()
     if not text:
-        raise SkippedRowError("no label")
+        raise chat_formats.SkippedRowError("no label")
     known = {**dict.fromkeys(("1", "1.0"), True), **dict.fromkeys(("0", "0.0"), False), **JUDGEMENTS}
     if text not in known:
         raise UserError(f"{where}: {name} is {value!r}: it says whether the answer is good: true or false")
@@ -110,11 +108,11 @@ class JudgedAnswers(Preferences):
     source: ClassVar[type[PairSource]] = AnswerSource
     require_columns = staticmethod(require_columns)
 
-    def read_row(self, row: Mapping[str, Any], where: str) -> ReadRow:
+    def read_row(self, row: Mapping[str, Any], where: str) -> pairs.ReadRow:
         if _holds_pair(row):
             (pair,), notes = super().read_row(row, where)
             judged = zip(pair.answers, (True, False), strict=True)
-            return [AnsweredPrompt(pair.prompt, [answer], is_good) for answer, is_good in judged], notes
+            return [pairs.AnsweredPrompt(pair.prompt, [answer], is_good) for answer, is_good in judged], notes
         found, rest = parse_answer(row, where), _unjudged(row)
         found = found._replace(is_good=_judgement(row, where))
         return [found], notes_of_unread(rest, chat_formats.main_columns(rest, _chat_format(rest, where)))

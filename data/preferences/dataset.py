@@ -16,7 +16,6 @@ from isobatch.core.number_ranges import HeldOutShare
 from isobatch.data import corpora, readers
 from isobatch.data.base import ArraySource, Ragged
 from isobatch.data.chat_formats import SkippedRowError, template_values
-from isobatch.data.corpora import DEMO, Corpus
 from isobatch.data.preferences import pairs
 from isobatch.data.preferences.encoder import AnswerEncoder, Rendered, Tokens, render
 from isobatch.data.text import chat_templates
@@ -26,7 +25,6 @@ from isobatch.data.text.row_fields import RowCounts, notes_of_unread
 from isobatch.data.tokenized import TokenizedData
 
 if TYPE_CHECKING:
-    from isobatch.data.preferences.pairs import ReadRow
     from isobatch.data.tokenized import Encoded
 
 ANSWERS = (pairs.CHOSEN, pairs.REJECTED)
@@ -146,8 +144,8 @@ class Preferences(TokenizedData):
         }
         return columns, tokenizer, extra
 
-    def _open_rows(self) -> Corpus:
-        if self.recipe.data == DEMO:
+    def _open_rows(self) -> corpora.Corpus:
+        if self.recipe.data == corpora.DEMO:
             return corpora.demo_corpus(_pairs_of_files, step=2)
         share = corpora.share_of(self.options.valid)
         rows = corpora.open_rows(self.recipe.data, self._files(), self.options.data_config, share)
@@ -155,7 +153,7 @@ class Preferences(TokenizedData):
         return rows
 
     def texts(
-        self, rows: Corpus, split: str, template: ChatTemplate, counts: RowCounts
+        self, rows: corpora.Corpus, split: str, template: ChatTemplate, counts: RowCounts
     ) -> Iterator[Rendered]:
         """Yield what each row of a split holds as text; count the rows that are skipped."""
         for where, row in rows.splits[split]():
@@ -174,7 +172,7 @@ class Preferences(TokenizedData):
                 counts.add_fields(remarks)
                 yield text
 
-    def read_row(self, row: Mapping[str, Any], where: str) -> ReadRow:
+    def read_row(self, row: Mapping[str, Any], where: str) -> pairs.ReadRow:
         """`where` names the row in errors.
 
         Raises UserError for a row of another shape, SkippedRowError for one with nothing to learn.

@@ -94,12 +94,10 @@ def fit_answers(
         shorter = conversations.cut_question(kept, find_questions(), room)
         kept = kept[len(prompt) - room :] if shorter is None else shorter
     left = max_length - len(kept)
+    before, unlearnt = prompt[kept], np.zeros(len(kept), np.uint8)
     rows = [
-        TokenRow(
-            np.append(prompt[kept], answer.tokens[:left]),
-            np.append(np.zeros(len(kept), np.uint8), answer.answer_mask[:left]),
-        )
-        for answer in answers
+        TokenRow(np.append(before, one.tokens[:left]), np.append(unlearnt, one.answer_mask[:left]))
+        for one in answers
     ]
     cuts = {"prompts_cut": len(kept) < len(prompt), "answers_cut": max(lengths) > left}
     return rows, {name for name, was_cut in cuts.items() if was_cut}

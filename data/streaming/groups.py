@@ -18,19 +18,16 @@ import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.package import cache_folder
-from isobatch.data.base import Ragged, load, save
+from isobatch.data.base import Column, Columns, Ragged, load, save
 from isobatch.data.streaming.shards import Extent
 from isobatch.data.streaming.store import StoredObject
-
-if TYPE_CHECKING:
-    from isobatch.data.base import Column, Columns
 
 FOLDER = "ISOBATCH_STREAM_CACHE"
 """Environment variable with the folder of groups, on a disk of the node's own."""

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,7 +22,7 @@ from isobatch.core.errors import UserError
 from isobatch.core.package import cache_folder
 from isobatch.core.terminal.status import doing
 from isobatch.data import readers
-from isobatch.data.base import WEIGHT, Ragged, load, save
+from isobatch.data.base import WEIGHT, Column, Columns, Ragged, load, save
 from isobatch.data.streaming.groups import (
     GROUPS_FILE,
     GroupCache,
@@ -34,14 +33,10 @@ from isobatch.data.streaming.groups import (
     save_whole,
     short_hash,
 )
-from isobatch.data.streaming.shards import Extent, shard_of
+from isobatch.data.streaming.shards import Extent, Rows, shard_of
 from isobatch.data.streaming.source import LENGTH, TextGroupEncoder
 from isobatch.data.streaming.store import Store, StoredObject, name_of
 from isobatch.data.text.row_fields import FIELD, LEFT_OUT, RowCounts
-
-if TYPE_CHECKING:
-    from isobatch.data.base import Column, Columns
-    from isobatch.data.streaming.shards import Rows
 
 THREADS = 16
 """Shards that are read at a time; they tokenize on all cores between them."""

@@ -12,13 +12,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from isobatch.core.errors import UserError
 from isobatch.core.measures import format_bytes
-from isobatch.data.base import WEIGHT, NoSamplesError, Ragged, Source, load
+from isobatch.data.base import WEIGHT, Column, Columns, NoSamplesError, Ragged, Source, load
 from isobatch.data.cleaning import CLEANING_VERSION, CleaningStep
 from isobatch.data.corpora import Corpus
 from isobatch.data.digests import file_hash
@@ -30,18 +30,13 @@ from isobatch.data.streaming.groups import (
     cache_name,
     group_digest,
 )
-from isobatch.data.streaming.shards import Shard, shard_of
+from isobatch.data.streaming.shards import Rows, Shard, shard_of
 from isobatch.data.streaming.store import Store, changed_object
 from isobatch.data.text import chat_templates
 from isobatch.data.text.conversations import TOKENIZATION_VERSION, Conversations
 from isobatch.data.text.plain_text import PlainText, TokenizationSettings
 from isobatch.data.text.row_fields import FIELD, LEFT_OUT
-from isobatch.data.text.sources import TEXT
-
-if TYPE_CHECKING:
-    from isobatch.data.base import Column, Columns
-    from isobatch.data.streaming.shards import Rows
-    from isobatch.data.text.sources import TextSet
+from isobatch.data.text.sources import TEXT, TextSet
 
 VERSION = 2
 """Part of the cache key: raise it when the same rows become other tokens."""

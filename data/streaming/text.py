@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError, refuse
 from isobatch.data import chat_formats, tokenizers
 from isobatch.data.streaming import index, store
 from isobatch.data.streaming.groups import GroupCache, GroupTable, groups_folder
-from isobatch.data.streaming.shards import shard_of
+from isobatch.data.streaming.shards import Rows, shard_of
 from isobatch.data.streaming.source import VERSION, StreamedSource, TextGroupEncoder, rows_of_group
 from isobatch.data.streaming.store import Store, StoredObject
 from isobatch.data.text import chat_templates
@@ -24,9 +24,6 @@ from isobatch.data.text.dataset import Text
 from isobatch.data.text.plain_text import TokenizationSettings
 from isobatch.data.text.sources import TEXT, detect_row_kind
 from isobatch.data.tokenized import TOKENIZER_FILE
-
-if TYPE_CHECKING:
-    from isobatch.data.streaming.shards import Rows
 
 ENCODER_FILE = "encoder.json"
 

@@ -72,7 +72,8 @@ def find_shape(
             names, header_lines = [str(n) for n in range(1, len(names) + 1)], 0
         for number in taken:
             names[int(number) - 1] = number
-    refuse_twins(names, file, ", or take it by its number, as in --text-column 1")
+    flag = "--item-column" if known else "--text-column"
+    refuse_twins(names, file, f", or take it by its number, as in {flag} 1")
     return Shape(names, header_lines, dialect, notes, rows, len({*map(len, rows)}) == 1 < len(first))
 
 

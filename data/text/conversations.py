@@ -18,7 +18,6 @@ import numpy as np
 from isobatch.core.errors import UserError
 from isobatch.data import chat_formats
 from isobatch.data.base import Column, NoSamplesError, Ragged
-from isobatch.data.chat_formats import Message, SkippedRowError
 from isobatch.data.cleaning import CleaningPipeline, CleaningStep
 from isobatch.data.corpora import TrainingRows
 from isobatch.data.preparation.encoding import EncodedShard, ShardEncoder, encode_whole, text_hash
@@ -353,7 +352,7 @@ class Conversations:
 
     def _messages(
         self, split: str, counts: RowCounts, cleaning: CleaningPipeline
-    ) -> Iterator[tuple[str, list[Message], dict[str, Any]]]:
+    ) -> Iterator[tuple[str, list[chat_formats.Message], dict[str, Any]]]:
         """Yield (where, messages, template_values) of each conversation of a split, cleaned; count those that
         are skipped.
         """
@@ -364,7 +363,7 @@ class Conversations:
                 if (cleaned := clean(messages)) is None:
                     continue
                 chat_formats.require_answers(cleaned)
-            except SkippedRowError as reason:
+            except chat_formats.SkippedRowError as reason:
                 counts.leave_out(reason)
                 continue
             last = max(n for n, m in enumerate(cleaned) if m["role"] == "assistant")
@@ -375,7 +374,7 @@ class Conversations:
             )
             yield where, cleaned[: last + 1], chat_formats.template_values(row, where)
 
-    def _parse(self, row: Mapping[str, Any], where: str) -> tuple[list[Message], list[str]]:
+    def _parse(self, row: Mapping[str, Any], where: str) -> tuple[list[chat_formats.Message], list[str]]:
         """The messages of a row without answers before its first question, and a note if there were any."""
         row_fields.check_fields(row, where)
         if not self.response_only and row_fields.has_weights(row):
@@ -384,14 +383,14 @@ class Conversations:
         asked = next((n for n, m in enumerate(messages) if m["role"] == "user"), len(messages))
         kept = [m for m in messages[:asked] if m["role"] != "assistant"] + messages[asked:]
         if not any(m["role"] == "assistant" for m in kept):
-            raise SkippedRowError("no question before the answer")
+            raise chat_formats.SkippedRowError("no question before the answer")
         return kept, ["an answer before any question is left out"] * (len(kept) < len(messages))
 
-    def _held_out(self) -> Iterator[list[Message]]:
+    def _held_out(self) -> Iterator[list[chat_formats.Message]]:
         """The conversations that are not trained on."""
         for split in self.splits:
             for where, row in self.rows[split]() if split != "train" else ():
-                with contextlib.suppress(SkippedRowError):
+                with contextlib.suppress(chat_formats.SkippedRowError):
                     yield self._parse(row, where)[0]
 
     def facts(self) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from isobatch.data.base import ArraySource
 from isobatch.data.cleaning import CLEANING_VERSION, CleaningStep, parse_steps
 from isobatch.data.corpora import DEMO
 from isobatch.data.text import chat_templates, conversations, demo_stories
-from isobatch.data.text.chat_templates import ChatTemplate
 from isobatch.data.text.plain_text import TokenizationSettings
 from isobatch.data.text.sources import SET_COLUMN, Mixture, TextSet, TextSetSpec, split_set_names
 from isobatch.data.tokenized import TokenizedData
@@ -130,7 +129,7 @@ class Text(TokenizedData):
         found.bind_tokenizer(tokenization)
         learnt = {} if self.known is None else self.known.extra
         if learnt.get("template") and isinstance(found, conversations.Conversations):
-            found.template, found.eos = ChatTemplate(**learnt["template"]), learnt["eos"]
+            found.template, found.eos = chat_templates.ChatTemplate(**learnt["template"]), learnt["eos"]
         columns, sizes = {}, {}
         for split in found.splits if self.known is None else ("valid",):
             columns[split], sizes[split] = found.encode(split, tokenization)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from isobatch.core.errors import UserError
 from isobatch.core.measures import counted
 from isobatch.data import chat_formats, readers
 from isobatch.data.chat_formats import HISTORY, MESSAGE_KEYS, NOT_READ, RESULT_KEYS, WEIGHT_KEYS
-
-if TYPE_CHECKING:
-    from isobatch.data.readers import LocatedRows
 
 _BLANK: tuple[Any, ...] = (None, "", [], {}, "[]", "{}", "null")
 _REFUSED = {"images", "image", "videos", "video", "audios", "audio"}
@@ -137,7 +134,7 @@ def has_weights(row: Mapping[str, Any]) -> bool:
     return any(turn.get(k) is not None for v in row.values() for turn in _messages_in(v) for k in WEIGHT_KEYS)
 
 
-def texts_in(rows: LocatedRows, column: str, counts: RowCounts) -> Iterator[str]:
+def texts_in(rows: readers.LocatedRows, column: str, counts: RowCounts) -> Iterator[str]:
     """The texts in a column. Rows without one are counted, and so is what else they hold."""
     for where, row in rows:
         text = readers.text_cell(row, column, where)

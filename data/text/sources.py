@@ -18,7 +18,6 @@ import numpy as np
 from isobatch.core.errors import UserError
 from isobatch.data import chat_formats, corpora, readers
 from isobatch.data.base import Column, Ragged
-from isobatch.data.corpora import DEMO
 from isobatch.data.preparation.spooled_array import SpooledColumns
 from isobatch.data.text import demo_stories
 from isobatch.data.text.conversations import SHOWN_PROMPTS, Conversations
@@ -27,7 +26,6 @@ from isobatch.data.tokenized import check_elsewhere, path_of
 
 if TYPE_CHECKING:
     from isobatch.data.cleaning import CleaningStep
-    from isobatch.data.readers import SplitFiles
 
 TEXT = "text"
 """Plain text, and the column of it where none is named."""
@@ -84,7 +82,7 @@ class TextSetSpec:
         return path_of(self.location)
 
     @cached_property
-    def files(self) -> dict[str, SplitFiles]:
+    def files(self) -> dict[str, readers.SplitFiles]:
         """The files of each split, none of the demo and of a hub data set.
 
         A share of a mixture's sets is held out of those without a validation split.
@@ -101,7 +99,7 @@ class TextSetSpec:
     @property
     def has_rows(self) -> bool:
         """Whether it has columns: neither the demo nor a .txt file has."""
-        return not self.files["train"].is_stream if self.files else self.location != DEMO
+        return not self.files["train"].is_stream if self.files else self.location != corpora.DEMO
 
     @cached_property
     def columns(self) -> list[str]:
@@ -131,7 +129,7 @@ class TextSetSpec:
 
     def content_identity(self) -> Any:
         """What its texts depend on, as JSON: hashes of the files; the name of a hub data set."""
-        if self.location == DEMO:
+        if self.location == corpora.DEMO:
             return ["stories", demo_stories.VERSION]
         if self.path is None:
             return [self.location, self.options.data_config]
@@ -139,7 +137,7 @@ class TextSetSpec:
 
     def open(self, steps: Sequence[CleaningStep], folder: Path | None) -> TextSet:
         """Its texts, with a validation split; `folder` is the tokenizer's, None where it is trained."""
-        if self.location == DEMO:
+        if self.location == corpora.DEMO:
             return PlainText(self.name, demo_stories.demo_stories(), steps)
         share = corpora.share_of(self.options.valid)
         if not self.has_rows:

@@ -21,14 +21,11 @@ import os
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from isobatch.engine.checkpointing.layout import SECTOR, whole_sectors
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 CHUNK = 8 << 20
 """Bytes per write."""

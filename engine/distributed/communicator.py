@@ -12,7 +12,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -106,7 +105,7 @@ class Communicator:
         self.is_finishing = False
         """Whether rank 0 exports the model while the others wait: a request to stop changes nothing then."""
 
-    def autocast(self) -> AbstractContextManager[Any]:
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Context of a forward pass, in the plan's precision."""
         if self.plan.precision == "fp32":
             return contextlib.nullcontext()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import Any
 
@@ -25,7 +24,7 @@ class Recorder:
     """Times the parts of the steps of one process. Parts nest: an inner one's time is not the outer one's."""
 
     def __init__(self) -> None:
-        self.part: Callable[[str], AbstractContextManager[Any]] = contextlib.nullcontext
+        self.part: Callable[[str], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         """`part(name)` is the context of a part of the step; it does nothing while the recorder is off."""
         self._annotate = False
         self._running: list[str] = []

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -106,7 +105,7 @@ class Watch(Seen):
         self.recorder = ModuleRecorder(state, samples)
         self.gradients: dict[str, float] = {}
 
-    def around(self, state: Training, step: int) -> AbstractContextManager[None]:  # noqa: ARG002
+    def around(self, state: Training, step: int) -> contextlib.AbstractContextManager[None]:  # noqa: ARG002
         return self.recorder.hooked(state.model)
 
     def on_gradients(self, state: Training, step: int) -> None:  # noqa: ARG002

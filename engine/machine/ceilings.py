@@ -1,7 +1,7 @@
 """Measured ceilings of this machine's processor: seconds of measuring, kept in a file for later plans.
 
 The planner divides a model's arithmetic, traffic and kernel calls by these rates. Each is the best of several
-short trials, so that other programs on the machine disturb it little.
+trials shorter than a turn of the scheduler, so that other programs disturb it little.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WIDTHS = (64, 128, 256, 512, 1024)
 """Widths of the square weights whose products are timed."""
 ROWS = 1024
 """Tokens that they multiply."""
-TRIAL_SECONDS, ROUNDS = 0.015, 6
+TRIAL_SECONDS, ROUNDS = 0.003, 30
 LARGE, SMALL = 16 * 2**20, 2**18
 """fp32 elements beyond the processor's caches, and within them."""
 CALLS, RECURRENT_STEPS, UPDATED = 20, 16, 2**22

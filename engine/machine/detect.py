@@ -27,6 +27,7 @@ GRANTED_CPUS = "ISOBATCH_CPUS"
 """Environment variable with the cores that a launcher grants our processes on this machine."""
 CommandRunner = Callable[[list[str]], str | None]
 """Command line -> its standard output, or None where it fails."""
+# With CUDA, gcnArchName is the name of the card.
 PROBE = """
 import json, torch
 failure, p = "", []
@@ -38,7 +39,8 @@ except Exception as error:
 print(json.dumps({
     "architectures": torch.cuda.get_arch_list(),
     "devices": [
-        [q.name, q.total_memory, q.major, q.minor, getattr(q, "gcnArchName", "").split(":")[0]] for q in p
+        [q.name, q.total_memory, q.major, q.minor, q.gcnArchName.split(":")[0] if torch.version.hip else ""]
+        for q in p
     ],
     "failure": failure,
     "build": torch.version.cuda or torch.version.hip or "",

@@ -7,7 +7,6 @@ torch cuts a model that is compiled INSIDE the wrapper; one that was compiled be
 from __future__ import annotations
 
 import contextlib
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,7 +35,7 @@ def _let_checkpoints_count() -> None:
         setattr(torch._dynamo.config, option, True)  # noqa: SLF001
 
 
-def uncompiled(model: nn.Module) -> AbstractContextManager[None]:
+def uncompiled(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Inside, a compiled model runs eagerly: for batches of shapes that are not worth a compilation."""
     if any(module._compiled_call_impl is not None for module in model.modules()):  # noqa: SLF001  no public way
         return torch.compiler.set_stance("force_eager")

@@ -82,7 +82,8 @@ def _steps(recipe: Recipe, index: int, phase: Phase, count: int, steps_per_epoch
     if not phase.epochs:
         return 0  # nothing is learnt by steps
     if recipe.steps is not None:
-        return max(1, round(_nth(recipe.steps, index, phase, count, "--steps")))
+        steps = _nth(recipe.steps, index, phase, count, "--steps")
+        return max(1, round(steps)) if steps else 0
     epochs = phase.epochs if recipe.epochs is None else _nth(recipe.epochs, index, phase, count, "--epochs")
     return max(1, math.ceil(round(epochs * steps_per_epoch, 6)))
 

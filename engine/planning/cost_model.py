@@ -153,7 +153,9 @@ def _elementwise_seconds(case: PlanningCase, choices: ExecutionChoices) -> float
     if size.rounds:
         elements += calibration.ROUNDING * layers * (4 * hidden + intermediate_width(size))
     if size.keyed_dropout:
-        elements += calibration.KEYED_DRAW * (layers * (2 * hidden + size.heads * length) + hidden)
+        draw = calibration.KEYED_DRAW if size.keyed_scores else calibration.KEYED_MASK
+        scores = size.heads * length if size.keyed_scores else 0
+        elements += draw * (layers * (2 * hidden + scores) + hidden)
     return moved + elements / case.ceilings.gelu
 
 

@@ -37,6 +37,10 @@ EXPORT_SECONDS = 1.5
 """To write final/ and its sample, apart from its bytes (measured)."""
 DISK_BANDWIDTH = 5e8
 """Bytes/s of a checkpoint or an export (uncalibrated)."""
+RANKED_SECONDS = 1.5e-8
+"""Of a core, to rank one score of a held-out sample (measured)."""
+RANKINGS_TO_TUNE, RANKINGS_OF_KEPT = 20, 7
+"""Of a split at the end of a run that ranks: to choose the baselines' settings, and of all that is kept."""
 FORWARD_SHARE = 1 / 3
 """Of a step's arithmetic: an evaluation has no backward pass."""
 PRICE = r"(\d+(?:\.\d+)?)(?:/h)?"
@@ -161,22 +165,27 @@ def run_time(target: Target, plan: Plan, size: ModelSize) -> tuple[int, dict[str
         "start": start + size.weight_bytes / LOAD_BANDWIDTH + first * step,
         "compile": compile_seconds(size, constants, lengths) if plan.compile != "off" else 0.0,
         "train": steps * step,
-        "evaluate": evaluation_seconds(recipe, facts, schedules, size.rounds, step),
+        "evaluate": evaluation_seconds(recipe, facts, schedules, size, plan),
         "save": (size.weight_bytes + 8.0 * size.trainable) / DISK_BANDWIDTH,
         "export": EXPORT_SECONDS + size.weight_bytes / DISK_BANDWIDTH,
     }
 
 
 def evaluation_seconds(
-    recipe: Recipe, facts: Facts, schedules: Sequence[PhaseSchedule], rounds: bool, step: float
+    recipe: Recipe, facts: Facts, schedules: Sequence[PhaseSchedule], size: ModelSize, plan: Plan
 ) -> float:
-    """Predicted seconds of all evaluations of a run whose optimizer step takes `step` seconds."""
+    """Predicted seconds of all evaluations of a run, on a processor those of what it ranks among them."""
     # The evaluation at a phase's end belongs to the run's end.
     often = sum((s.steps - 1) // max(1, s.eval_every) for s in schedules)
     valid = math.ceil(facts.samples.get("valid", 0) * recipe.eval_fraction)
-    held_out = sum(facts.samples.get(split, 0) for split in HELD_OUT_SPLITS)
-    evaluated = often * valid + (ROUNDED_EVALUATIONS if rounds else 1) * held_out
-    return evaluated * (FORWARD_SHARE * step / recipe.batch_size)
+    kept, tuned = (facts.samples.get(split, 0) for split in HELD_OUT_SPLITS)
+    at_end = ROUNDED_EVALUATIONS if size.rounds else 1
+    evaluated, most = often * valid + at_end * (kept + tuned), size.distinct or math.inf
+    ranked = size.ranked * (evaluated + RANKINGS_TO_TUNE * tuned * (kept > 0) + RANKINGS_OF_KEPT * kept)
+    computed = often * min(valid, most) + at_end * (min(kept, most) + min(tuned, most))
+    cores = plan.processes * (plan.threads or 1)
+    ranking = ranked * RANKED_SECONDS / cores if plan.device == "cpu" else 0.0
+    return computed * (FORWARD_SHARE * plan.predicted_step_seconds / recipe.batch_size) + ranking
 
 
 def parse_prices(text: str | None) -> dict[str, float]:

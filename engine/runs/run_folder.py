@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from isobatch.core import atomic_files
-from isobatch.core.atomic_files import rows_in
 from isobatch.core.errors import UserError
 from isobatch.core.facts import Facts
 from isobatch.core.flags import build_options, options_to_dict
@@ -255,7 +254,7 @@ class RunFolder:
         Decisions of launches stay: they have no step.
         """
         if log.exists():
-            kept = (row for row in rows_in(log) if is_before(row, phase_order, phase, step))
+            kept = (row for row in atomic_files.rows_in(log) if is_before(row, phase_order, phase, step))
             text = "".join(atomic_files.json_text(row, ensure_ascii=False) + "\n" for row in kept)
             atomic_files.write_text(log, text)
 

@@ -18,7 +18,6 @@ import contextlib
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -135,11 +134,11 @@ class Strategy(ABC):
         """Gradients may gather on outputs of `CachedWeightTransform` modules until the last micro-batch."""
         return False
 
-    def accumulate_gradients(self) -> AbstractContextManager[None]:
+    def accumulate_gradients(self) -> contextlib.AbstractContextManager[None]:
         """Around all micro-batches of a step. Leaving it by an error must start no collective."""
         return contextlib.nullcontext()
 
-    def forward_backward(self, last: bool) -> AbstractContextManager[None]:
+    def forward_backward(self, last: bool) -> contextlib.AbstractContextManager[None]:
         """Around one micro-batch; `last` says that no other follows in this step."""
         return contextlib.nullcontext()
 

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from isobatch.core.errors import TrainingError, UserError
 from isobatch.core.terminal.status import doing
-from isobatch.engine.loading.device_copies import to_device, to_tensors
+from isobatch.engine.loading.device_copies import array_to_device, to_device, to_tensors
 from isobatch.engine.loading.loader import micro_batch_budget
 from isobatch.engine.loading.microbatching import cut_batch
 from isobatch.engine.loading.permutation import shuffle
@@ -70,7 +71,8 @@ def evaluate(
             world.mark_progress(f"evaluation of {split}")
             with world.autocast():
                 noise.bind(EVALUATION_STEP, samples, world.device)
-                context = StepContext(0, EVALUATION_PHASE, noise, host=host)
+                onto = partial(array_to_device, device=world.device)
+                context = StepContext(0, EVALUATION_PHASE, noise, host=host, to_device=onto)
                 with world.waiting_for("evaluation's forward") if equal_counts else nullcontext():
                     parts = task.evaluate(model, to_device(host, world.device), context)
                     if counts:  # which reads sums on the host

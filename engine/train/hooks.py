@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
@@ -47,7 +46,7 @@ class Hook:
     changes_learning: ClassVar[bool] = False
     """Whether the recipe must name it, because what is learnt depends on it."""
 
-    def phase(self, state: Training) -> AbstractContextManager[Any]:  # noqa: ARG002  for hooks to use
+    def phase(self, state: Training) -> contextlib.AbstractContextManager[Any]:  # noqa: ARG002  for hooks to use
         """Entered when a phase begins, left when it ends, by an error too."""
         return contextlib.nullcontext()
 
@@ -63,7 +62,7 @@ class Hook:
         """Whether to pause after this step: the same on every rank."""
         return False
 
-    def around(self, state: Training, step: int) -> AbstractContextManager[Any]:  # noqa: ARG002
+    def around(self, state: Training, step: int) -> contextlib.AbstractContextManager[Any]:  # noqa: ARG002
         """Context of a step's computation."""
         return contextlib.nullcontext()
 

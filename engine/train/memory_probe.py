@@ -19,19 +19,18 @@ from isobatch.core.strategies import traits_of
 from isobatch.core.terminal.status import doing
 from isobatch.engine.loading.device_copies import to_device, to_tensors
 from isobatch.engine.loading.loader import micro_batch_budget
-from isobatch.engine.noise.keyed_noise import NativeNoise
 from isobatch.engine.planning.memory_model import mean_state_bytes
 from isobatch.engine.planning.planner import with_smaller_budget
 from isobatch.engine.runs.classify_errors import classify
 from isobatch.engine.runs.peak_memory import reset_peak
 from isobatch.engine.train.first_step import check_loss_form
-from isobatch.models.base import StepContext
 
 if TYPE_CHECKING:
     from isobatch.core.plan import Plan
     from isobatch.data.base import Source
     from isobatch.engine.train.build import Builder
     from isobatch.engine.train.state import Training
+    from isobatch.models.base import Batch
 
 _CHUNK = 1 << 20
 """Samples whose lengths are read at a time."""
@@ -85,29 +84,35 @@ def largest_micro_batch_fits(state: Training) -> bool:
 
 def _run_largest(state: Training) -> None:
     """Forward, backward and evaluation of the longest samples, beside memory for the optimizer's state."""
-    source, model, device = state.splits["train"], state.model, state.world.device
-    budget = micro_batch_budget(state.plan)
-    longest = longest_samples(source, state.recipe.batch_size)
-    widths = budget.widths(source.lengths(longest[:1]))
-    samples = longest[: int(budget.rows(widths)[0])]
-    batch = to_device(to_tensors(source.fetch(samples, int(widths[0])), pin=False), device)
+    model, device = state.model, state.world.device
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     average = 4.0 if state.recipe.ema is not None else 0.0
     state_bytes = average + mean_state_bytes(state.recipe, state.task.model_size(state.facts))
     moments = torch.empty(int(state_bytes * trained), dtype=torch.uint8, device=device)
-    if (noise := state.binding.noise) is not None:
-        noise.bind(0, samples, device)
-    context = StepContext(0, state.schedule.name, noise or NativeNoise())  # of a step that is never taken
+    context = state.context(0)  # of a step that is never taken
     model.train()
+    batch = _largest_batch(state, "train")
     with state.world.autocast():
         losses = state.task.loss(model, batch, context)
     check_loss_form(losses)
     sum((loss.sum for loss in losses.values()), torch.zeros((), device=device)).backward()
     model.eval()
-    with torch.no_grad(), state.world.autocast():
-        state.task.evaluate(model, batch, context)
+    for split in [name for name in state.splits if name != "train"][:1]:  # its samples have other columns
+        with torch.no_grad(), state.world.autocast():
+            state.task.evaluate(model, _largest_batch(state, split), context)
     model.train()
     del moments
+
+
+def _largest_batch(state: Training, split: str) -> Batch:
+    """The longest samples of a split that the plan puts into one micro-batch; noise is bound to them."""
+    source, budget = state.splits[split], micro_batch_budget(state.plan)
+    longest = longest_samples(source, state.recipe.batch_size)
+    widths = budget.widths(source.lengths(longest[:1]))
+    samples = longest[: int(budget.rows(widths)[0])]
+    if (noise := state.binding.noise) is not None:
+        noise.bind(0, samples, state.world.device)
+    return to_device(to_tensors(source.fetch(samples, int(widths[0])), pin=False), state.world.device)
 
 
 def longest_samples(source: Source, count: int) -> np.ndarray:

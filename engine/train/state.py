@@ -6,7 +6,6 @@ import contextlib
 import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -173,7 +172,7 @@ class Training:
         if layout.foreign_noise is None:
             layout.foreign_noise = has_drawn(before, self.world.device)
 
-    def caching_transforms(self) -> AbstractContextManager[None]:
+    def caching_transforms(self) -> contextlib.AbstractContextManager[None]:
         """Compute functions of weights, such as fake quantisation, once for all micro-batches of a step."""
         if self.layout.transforms and self.strategy.caches_transforms:
             return _holding(self.layout.transforms)

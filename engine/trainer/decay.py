@@ -54,17 +54,16 @@ def _ended_at_newest_stable(run: RunFolder) -> tuple[Recipe, str, int]:
     from isobatch.engine.verification.run_order import RunOrder
 
     recipe, order, said = run.recipe, RunOrder.of(run.recipe, run.facts), f"--decay: {run.folder}"
-    refuse(
-        {
-            f"{said} has --schedule {recipe.schedule}, without a stable part: train with wsd": (
-                recipe.schedule not in ("wsd", "constant")
-            ),
-            f"{said} has --patience, which may end it before it decays: train without": recipe.patience,
-            f"{said} has several phases, or changes its model by the step: it has no stable part": (
-                len(order.schedules) > 1 or isinstance(order.task, ChangesModel)
-            ),
-        }
-    )
+    wrong = {
+        f"{said} has --schedule {recipe.schedule}, without a stable part: train with wsd": (
+            recipe.schedule not in ("wsd", "constant")
+        ),
+        f"{said} has --patience, which may end it before it decays: train without": recipe.patience,
+        f"{said} has several phases, or changes its model by the step: it has no stable part": (
+            len(order.schedules) > 1 or isinstance(order.task, ChangesModel)
+        ),
+    }
+    refuse(wrong)
     schedule = order.schedules[0]
     steps, epoch = schedule.steps, schedule.steps_per_epoch
     begin, last = recipe.warmup.steps(epoch, steps), decay_steps(recipe, steps, epoch)

@@ -8,7 +8,6 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
-from isobatch.core.atomic_files import rows_in
 from isobatch.core.errors import StopRequestedError, TrainingError
 from isobatch.core.terminal.status import doing
 from isobatch.engine.checkpointing import checkpoint
@@ -93,7 +92,7 @@ def finish(run: RunOnRank, builder: Builder, evaluation: Evaluate, guard: DataGu
         card = model_card.render(described, state.recipe, state.facts, measured)
         atomic_files.write_text(run.folder.final / model_card.FILE, card)
         run.peak.observe()
-        summary |= {"before": before_training(next(rows_in(run.folder.metrics), {}))}
+        summary |= {"before": before_training(next(atomic_files.rows_in(run.folder.metrics), {}))}
         summary |= metrics_fields(held_out) | {"peak_memory_bytes": run.peak.bytes}
         _seal(run, state, saved.folder.name, summary)
         run.folder.write_summary(summary)

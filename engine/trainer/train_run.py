@@ -55,7 +55,6 @@ from isobatch.engine.trainer.resume import newest_checkpoint
 from isobatch.models.capabilities import monitor_of
 
 if TYPE_CHECKING:
-    from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
     from isobatch.engine.optimization.schedule import PhaseSchedule
     from isobatch.engine.train.state import Training
 
@@ -183,7 +182,7 @@ def _hooks(
     return [*hooks, saves]
 
 
-def _continue(run: RunOnRank, builder: Builder, hooks: Hooks, saved: SavedCheckpoint) -> None:
+def _continue(run: RunOnRank, builder: Builder, hooks: Hooks, saved: checkpoint.SavedCheckpoint) -> None:
     """Give the hooks what a checkpoint holds of them; the strategy has loaded its tensors already."""
     state, progress = builder.state, builder.state.progress
     hooks.load(state, saved)
@@ -255,7 +254,7 @@ def _headline(state: Training, builder: Builder) -> str:
     plan, recipe, world = state.plan, state.recipe, state.world
     steps, step = sum(s.steps for s in builder.schedules), plan.predicted_step_seconds
     size = state.task.model_size(state.facts)
-    seconds = steps * step + evaluation_seconds(recipe, state.facts, builder.schedules, size.rounds, step)
+    seconds = steps * step + evaluation_seconds(recipe, state.facts, builder.schedules, size, plan)
     return (
         f"{recipe.task}: {state.facts.samples['train']:,} samples, global batch"
         f" {recipe.batch_size}, {steps:,} steps on {world.size} x"

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
-from isobatch.core.atomic_files import rows_in
 from isobatch.core.errors import TrainingError, UserError
 from isobatch.core.facts import Facts
 from isobatch.data.base import fingerprint
@@ -100,7 +99,7 @@ def _check_data(run: RunFolder) -> None:
 
 def _check_decisions(run: RunFolder, log: LogRecord) -> None:
     """Derive the decisions that follow from the evaluations, and compare; note the others."""
-    rows, logged = list(rows_in(run.decisions)), (log.final or {}).get("decisions")
+    rows, logged = list(atomic_files.rows_in(run.decisions)), (log.final or {}).get("decisions")
     is_same = logged is None or logged == (bytes_digest(run.decisions) if rows else "")
     check(is_same, "decisions.jsonl is not what the run wrote")
     derived = [row for phase in log.phases for row in phase.decisions]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from isobatch.engine.distributed.communicator import Communicator
 from isobatch.engine.hooks.checkpoint import installed_versions
 from isobatch.engine.optimization.early_stopping import EarlyStopping
 from isobatch.engine.optimization.left_out import left_out_steps
+from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 from isobatch.engine.train.build import Builder
 from isobatch.engine.train.evaluate import evaluate, host_batches
@@ -37,7 +39,6 @@ if TYPE_CHECKING:
     from isobatch.core.plan import Plan
     from isobatch.core.recipe import Recipe
     from isobatch.engine.optimization.schedule import PhaseSchedule
-    from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.engine.train.state import Training
 
 FAR = 0.1
@@ -62,20 +63,18 @@ def _part_differences(figures: StepFigures, row: StepRow) -> dict[str, float]:
     }
 
 
+@dataclass(eq=False)
 class Compare(Hook):
     """Compares redone steps with the log, and the weights with the checkpoints that they reach."""
 
-    def __init__(
-        self,
-        run: RunFolder,
-        window: Window,
-        origin: SavedCheckpoint | None,
-        rows: Mapping[tuple[str, int], StepRow],
-        redone: Redone,
-    ) -> None:
-        """`origin`: where the window begins. `rows`: what the run logged of its steps."""
-        self.run, self.window, self.origin, self.rows, self.redone = run, window, origin, rows, redone
-        self._rates = 0.0
+    run: RunFolder
+    window: Window
+    origin: SavedCheckpoint | None
+    """Where the window begins."""
+    rows: Mapping[tuple[str, int], StepRow]
+    """What the run logged of its steps."""
+    redone: Redone
+    _rates: float = 0.0
 
     def on_figures(self, figures: StepFigures) -> None:
         window, redone, place = self.window, self.redone, (self.window.phase, figures.step)

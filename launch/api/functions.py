@@ -141,9 +141,8 @@ class Recipe(CompleteRecipe):
 
     def __init__(self, task: str | Path, **values: Any) -> None:
         if isinstance(task, type):
-            raise UserError(
-                f"task={task.__name__}: write the class in a file, and task='./file.py:{task.__name__}'"
-            )
+            name = task.__name__
+            raise UserError(f"task={name}: write the class in a file, and task='./file.py:{name}'")
         task = str(task)
         if "options" in values:  # a complete recipe's fields, as dataclasses.replace gives them
             super().__init__(task=task, **values)

@@ -21,15 +21,8 @@ from isobatch.engine.runs.run_folder import RunFolder, refuse_links
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.engine.trainer.decay import decayed
 from isobatch.launch.clusters.cluster import refuse_if_in_a_job
-from isobatch.launch.local import run_setup
+from isobatch.launch.local import launch_run, run_setup
 from isobatch.launch.local.arguments import parse_sweep, request_text, sort_flags, split_words, task_name
-from isobatch.launch.local.launch_run import (
-    AutoOptions,
-    ResumeOptions,
-    find_or_train,
-    launch_run,
-    steps_to_skip,
-)
 from isobatch.launch.report.tables import table_beside, text_table
 
 
@@ -42,9 +35,9 @@ def auto(words: Sequence[str]) -> int:
         from isobatch.launch.commands.compress import compress
 
         return compress(words)
-    points = parse_sweep(words, "auto", AutoOptions)
+    points = parse_sweep(words, "auto", launch_run.AutoOptions)
     request = points[0][0]
-    options = AutoOptions(**request.extra)
+    options = launch_run.AutoOptions(**request.extra)
     if len(points) > 1 and (options.dump_config or options.dry_run):
         raise UserError("--dump-config and --dry-run are about one run; give each flag one value")
     if options.dump_config:
@@ -58,8 +51,8 @@ def auto(words: Sequence[str]) -> int:
         from isobatch.launch.sweeps.sweep import train_sweep
 
         return train_sweep(points, options)
-    run, verdict = find_or_train(request, trust=options.trust)
-    return _print_result(run, verdict.code, options)
+    run, verdict = launch_run.find_or_train(request, trust=options.trust)
+    return _print_result(run, verdict.code, options.json)
 
 
 def resume(words: Sequence[str]) -> int:
@@ -69,11 +62,11 @@ def resume(words: Sequence[str]) -> int:
     """
     positional, flags = split_words(words)
     named = run_setup.one_run(positional, "resume")
-    kinds = {"resume": ResumeOptions, "plan": PlanOptions, "run": RunOptions}
+    kinds = {"resume": launch_run.ResumeOptions, "plan": PlanOptions, "run": RunOptions}
     groups = {name: flags_of(kind) for name, kind in kinds.items()}
     groups["recipe"] = {"data": flags_of(Recipe)["data"]}
     values, notes = sort_flags(flags, groups, "resume")
-    options = ResumeOptions(**values["resume"])
+    options = launch_run.ResumeOptions(**values["resume"])
     run = _here(named, values["run"], options.trust)
     run_options = dataclasses.replace(run.options(), **values["run"])
     print_lines(*notes, quiet=run_options.quiet)
@@ -85,22 +78,22 @@ def resume(words: Sequence[str]) -> int:
         run_options = dataclasses.replace(run_options, name=run.folder.name)
     if run.status() == "done":
         if options.skip_step is not None:
-            steps_to_skip(run, options.skip_step)
+            launch_run.steps_to_skip(run, options.skip_step)
             raise UserError(f"--skip-step {options.skip_step}: {run.folder} is done: train it anew without")
         print_lines(f"{run.folder} is done", quiet=run_options.quiet)
-        return _print_result(run, DONE, options)
+        return _print_result(run, DONE, options.json)
     refuse_if_in_a_job(run)
     consent.require(run.recipe, run.folder, options.trust, run_options)
     with run.lock("launch"):
         run.refuse_if_training()
         recipe = run.recipe
         if options.skip_step is not None:
-            leave_out(run, *steps_to_skip(run, options.skip_step), ASKED)
+            leave_out(run, *launch_run.steps_to_skip(run, options.skip_step), ASKED)
         run_setup.locate_data(run, recipe, values["recipe"].get("data"), mend=True)
         asked = workload_of(recipe).plan_options(recipe.preset, values["plan"])
         plan = run_setup.plan_for_training(recipe, run.facts, asked, run_options.quiet, run)
         run_setup.store_plan(run, plan)
-        return _print_result(run, launch_run(run, run_options).code, options)
+        return _print_result(run, launch_run.launch_run(run, run_options).code, options.json)
 
 
 def _here(named: str, typed: Mapping[str, Any], trust: bool) -> RunFolder:
@@ -143,8 +136,8 @@ def _remember_typed(run: RunFolder, typed: Mapping[str, Any]) -> None:
     consent.remember_options(run.recipe, RunOptions(**named))
 
 
-def _print_result(run: RunFolder, code: int, options: AutoOptions | ResumeOptions) -> int:
-    if options.json:
+def _print_result(run: RunFolder, code: int, as_json: bool) -> int:
+    if as_json:
         print_answer(run.summary() or {"status": run.status()}, "", as_json=True)
     elif code == DONE:
         print_outcome(run)

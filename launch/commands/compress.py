@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from isobatch.core.errors import DONE, STOPPED, ExportError, TrainingError, UserError
 from isobatch.core.extras import has, need
-from isobatch.core.flags import BareValue, build_options, flags_of, nearest_hint, spelling
+from isobatch.core.flags import BareValue, build_options, flags_of
 from isobatch.core.recipe import DEMO
 from isobatch.core.terminal.console import print_answer, print_lines
 from isobatch.core.terminal.status import doing
@@ -19,7 +19,7 @@ from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.commands.export import export_form
 from isobatch.launch.commands.plan import prepared_facts
 from isobatch.launch.local import words as flag_words
-from isobatch.launch.local.arguments import known_flags, parse_request, split_words
+from isobatch.launch.local.arguments import known_flags, parse_request, refuse_unknown, split_words
 from isobatch.launch.local.launch_run import AutoOptions, find_or_train
 from isobatch.launch.local.run_setup import held_out
 from isobatch.launch.report import pareto
@@ -116,12 +116,9 @@ def compress(words: Sequence[str]) -> int:
     chosen = pareto.choose(points, options.choose)
     copied = pareto.copy(chosen, run.folder / "chosen")
     text = "\n\n".join((text_of(contents, folder), pareto.text_of(points, chosen, options.choose, copied)))
-    answer = contents.to_dict() | {
-        "pareto": [one.name for one in pareto.front(points)],
-        "choice": chosen.name,
-        "chosen": str(copied),
-    }
-    return print_answer(answer, text, options.json)
+    front = [one.name for one in pareto.front(points)]
+    choice = {"pareto": front, "choice": chosen.name, "chosen": str(copied)}
+    return print_answer(contents.to_dict() | choice, text, options.json)
 
 
 def _possible(quantize: tuple[str, ...], flags: Mapping[str, str]) -> tuple[str, ...]:
@@ -169,10 +166,8 @@ def check_worth(run: RunFolder, anyway: bool) -> None:
     if why := baselines.why_not_worth_it(found, len(mine.labels)):
         verdict = f"{run.folder.name} {why} on {len(mine.labels):,} {split} samples"
         if not anyway and run.recipe.data != DEMO:
-            raise TrainingError(
-                f"{verdict}, and smaller it is no better: look at its labels, train it for more --epochs,"
-                " at another --lr or from another --model, or go on --anyway"
-            )
+            way = "look at its labels, train it for more --epochs, at another --lr or from another --model"
+            raise TrainingError(f"{verdict}, and smaller it is no better: {way}, or go on --anyway")
         print_lines(f"compress: {verdict}")
 
 
@@ -193,10 +188,7 @@ def parse_stages(words: Sequence[str]) -> tuple[CompressOptions, dict[str, dict[
         raise UserError(f"--bits {given['bits']}: of this chain --quantize int8-qat,int4 says it")
     if "dry_run" in given:
         raise UserError("--dry-run: a stage begins with what others wrote: `isobatch plan` shows one of them")
-    if unknown := [flag for flag in given if flag not in every]:
-        word = spelling(unknown[0])
-        hint = nearest_hint(word, map(spelling, flag_words.words_for(every)))
-        raise UserError(f"{word}: no stage of compress has such a flag{hint}")
+    refuse_unknown(given, every, "auto --task compress")
     stages = stages_of(options.quantize)
     flags = {stage.name: _flags_of(stage, given, known[stage.task]) for stage in stages}
     start = {k: v for k, v in flags[STAGES[0]].items() if k in ONLY_FIRST}

@@ -34,7 +34,7 @@ PARITY = "parity.json"
 
 
 HUB, OLLAMA = "hub", "ollama"
-ONLY_ASKED = ("gguf", "onnx-dynamic", "onnx-static")
+ONLY_ASKED = ("gguf", "onnx-dynamic", "onnx-static", "vectors")
 """What the names of forms begin with that are not written unless they are named."""
 MODELFILE, WEIGHTS = "Modelfile", "WEIGHTS"
 
@@ -46,8 +46,8 @@ class ExportOptions(DataOptions):
     to: tuple[str, ...] = ()
     """Forms to write (several: a,b): hf, dense, onnx, onnx-int8, onnx-int4 of classifiers; of language models
     merged, adapter (by default all of these that the task has); onnx-dynamic, onnx-static (8 bits without
-    training), gguf, ollama, each also -f32, -bf16 or -q8_0 in place of f16, gguf-adapter; hub pushes the
-    forms beside it, alone final/."""
+    training); vectors, vectors-als of recommenders; gguf, ollama, each also -f32, -bf16 or -q8_0 in place
+    of f16, gguf-adapter; hub pushes the forms beside it, alone final/."""
     repo: str | None = None
     """With --to hub: the repository, as in owner/name; by default the run's name."""
     private: bool = False

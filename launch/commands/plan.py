@@ -194,8 +194,6 @@ def prepare(words: Sequence[str]) -> int:
         from isobatch.launch.local.shown_samples import shown_samples
 
         if not (shown := shown_samples(data, facts, count, sys.stdout.isatty())):
-            raise UserError(
-                "prepare: --show is for conversations, pairs of answers, labelled texts: leave it out"
-            )
+            raise UserError("--show: is for conversations, pairs of answers, labelled texts: leave it out")
     text = "\n".join([*lines, f"in {facts.folder}", *shown])
     return print_answer(facts.to_dict(), text, bool(request.extra.get("json")))

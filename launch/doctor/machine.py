@@ -16,8 +16,7 @@ from isobatch.core import hub_cache
 from isobatch.core.measures import format_bytes
 from isobatch.core.package import cache_folder
 from isobatch.engine.machine.detect import detect
-from isobatch.launch.doctor.check import Check, broken, ok, ok_if, warning
-from isobatch.launch.doctor.probes import Probe, try_out
+from isobatch.launch.doctor.probes import Check, Probe, broken, ok, ok_if, try_out, warning
 from isobatch.launch.local.interfaces import loopback_interface
 
 if TYPE_CHECKING:

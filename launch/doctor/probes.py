@@ -1,4 +1,5 @@
-"""What doctor tries in processes of their own, all at once, because it may crash, hang or take long.
+"""The result of a check of `doctor`, and what it tries in processes of their own, all at once, because it may
+crash, hang or take long.
 
 The functions at the end really compute. Each returns what is well, in a sentence, and raises where it fails.
 """
@@ -12,16 +13,44 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from isobatch.core.measures import format_bytes
-from isobatch.launch.doctor.check import Check, broken, ok, warning
 from isobatch.launch.report.child_process import call_in_child
 
 MODULE = "launch.doctor.probes"
 SECONDS, GROUP_SECONDS = 60.0, 40
 LARGEST_ERROR = {"float32": 1e-3, "bfloat16": 5e-2}
 """Relative error of a product of 64 numbers: about 3e-7 (with TF32 5e-4) and 5e-3 are usual."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of `doctor`."""
+
+    name: str
+    state: Literal["ok", "warning", "broken"]
+    """warning: it works, and slower or less safely than it could. broken: something does not work."""
+    text: str
+    remedy: str = ""
+    """The command, or the change, that mends it; empty where all is well."""
+
+
+def ok(name: str, text: str) -> Check:
+    return Check(name, "ok", text)
+
+
+def warning(name: str, text: str, remedy: str) -> Check:
+    return Check(name, "warning", text, remedy)
+
+
+def broken(name: str, text: str, remedy: str) -> Check:
+    return Check(name, "broken", text, remedy)
+
+
+def ok_if(is_well: bool, name: str, text: str, remedy: str) -> Check:
+    """The line, with the remedy and as a warning unless all is well."""
+    return ok(name, text) if is_well else warning(name, text, remedy)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,15 +13,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from isobatch.core.errors import DONE, FAILED, TrainingError, UserError, WorkerLostError
+from isobatch.core.errors import DONE, FAILED, TrainingError, UserError, WorkerLostError, first_line
 from isobatch.core.measures import printable
 from isobatch.core.terminal.console import print_answer
 from isobatch.engine.runs.classify_errors import classify
 from isobatch.engine.runs.log_reader import damaged_rows, newest_rows
 from isobatch.engine.runs.run_folder import RunFolder, refuse_links
 from isobatch.launch.control.runs import RunsOptions, look
-from isobatch.launch.doctor.check import Check, broken, ok, warning
 from isobatch.launch.doctor.machine import check_machine, check_space
+from isobatch.launch.doctor.probes import Check, broken, ok, warning
 from isobatch.launch.local.arguments import read_command
 from isobatch.launch.local.run_setup import one_run
 
@@ -70,7 +70,7 @@ def check_run(folder: Path) -> Iterator[Check]:
             age = max(0.0, time.time() - run.rank_record.stat().st_mtime)
             yield check_ranks(record, age, training, str(folder), _step_seconds(run))
     except DAMAGE as error:
-        yield warning("ranks", f"ranks.json: {_short(error)}", f"rm {run.rank_record}")
+        yield warning("ranks", f"ranks.json: {first_line(error)[:200]}", f"rm {run.rank_record}")
     yield check_space("disk", folder, shutil.disk_usage(folder).free, "move the run to another disk")
 
 
@@ -88,15 +88,11 @@ def check_records(run: RunFolder) -> Iterator[Check]:
         try:
             read()
         except DAMAGE as error:
-            damaged[record] = f"cannot be read: {_short(error)}"
+            damaged[record] = f"cannot be read: {first_line(error)[:200]}"
     for record, text in damaged.items():
         yield broken(record, text, "copy it from where the run came from; plan and summary are written anew")
     if not damaged:
         yield ok("records", f"whole; {run.recipe.task}, recipe {run.recipe.hash()}")
-
-
-def _short(error: BaseException) -> str:
-    return (" ".join(str(error).split()) or type(error).__name__)[:200]
 
 
 def check_state(run: RunFolder) -> Check:

@@ -17,13 +17,8 @@ from isobatch.core.plan import INVARIANCES, Plan
 from isobatch.core.terminal.console import print_answer
 from isobatch.core.terminal.status import doing
 from isobatch.data.base import MEASURES, Data
-from isobatch.engine.forensics.compare_runs import (
-    EXACT_FLOOR,
-    LogDifference,
-    compare_logs,
-    compare_steps,
-    not_reproduced,
-)
+from isobatch.engine.forensics import compare_runs
+from isobatch.engine.forensics.compare_runs import EXACT_FLOOR, LogDifference
 from isobatch.engine.optimization.left_out import left_out_steps
 from isobatch.engine.train.figures import LossAndNorm, differences, step_rows
 from isobatch.engine.verification.run_order import RunOrder
@@ -79,7 +74,7 @@ def diff_runs(one: RunFolder, other: RunFolder, level: str = "module") -> dict[s
     logs = [list(step_rows(run.metrics)) for run in runs]
     if empty := [run for run, log in zip(runs, logs, strict=True) if not log]:
         raise UserError(f"{empty[0].folder}: no step is logged, so there is nothing to compare")
-    parted = compare_logs(logs[0], logs[1], *_explained(runs))
+    parted = compare_runs.compare_logs(logs[0], logs[1], *_explained(runs))
     versions = [_versions(run) for run in runs]
     found: dict[str, Any] = {
         "runs": [str(run.folder) for run in runs],
@@ -196,15 +191,15 @@ def parted_step(runs: Runs, parted: LogDifference, level: str) -> dict[str, Any]
         parted = _within_the_gap(runs, plans, parted)
     doing(f"redoing step {parted.step} of {parted.phase} of both")
     one, other = (_observed(run, run, plan, parted) for run, plan in zip(runs, plans, strict=True))
-    same_start = difference = compare_steps(one, other)
+    same_start = difference = compare_runs.compare_steps(one, other)
     if difference.weights > 0:
         doing("redoing the second from the weights of the first")
-        same_start = compare_steps(one, _observed(*runs, plans[1], parted))
+        same_start = compare_runs.compare_steps(one, _observed(*runs, plans[1], parted))
     module = same_start.module
     return {
         "step": parted.step,
         "redone_from": [seen.window.checkpoint for seen in (one, other)],
-        "unexplained": [not_reproduced(seen) for seen in (one, other)],
+        "unexplained": [compare_runs.not_reproduced(seen) for seen in (one, other)],
         "weights": {"difference": difference.weights, "parameter": difference.parameter},
         "module": module and {n: v for n, v in module.items() if n != "samples" or level == "sample"},
     }

@@ -91,11 +91,9 @@ def data_words(samples: Answer) -> str:
         return f"they were trained on other data (which rows: {samples['why_not']})"
     changed, more = _numbers(samples["changed"]), samples["changed_rows"] - len(samples["changed"])
     where = f"changed at sample {changed}" if changed else "of the training rows that both have is the same"
-    what = (
-        "the tokenizers differ, and with them all tokens; the text"
-        if samples["tokenizers_differ"]
-        else "the data"
-    )
+    what = "the data"
+    if samples["tokenizers_differ"]:
+        what = "the tokenizers differ, and with them all tokens; the text"
     return f"{what} {where}{f' and {more:,} more' if more else ''}{_row_counts(samples)}"
 
 

@@ -211,10 +211,9 @@ def _check_first_steps(run: RunFolder, content: Content, options: AuditOptions, 
     proof = redo_first_steps(run, trained.tolist(), options.steps, options.processes)
     found.problems += proof.problems if proof.steps else ["no step that it has could be made again"]
     if not found.problems:
-        found.checked.append(
-            f"{len(proof.steps)} steps from the beginning made again: {within(proof.largest)}, where"
-            f" {proof.allowed:.0e} is allowed ({run.plan.invariance}, {run.plan.precision})"
-        )
+        made = f"{len(proof.steps)} steps from the beginning made again: {within(proof.largest)}"
+        allowed = f"where {proof.allowed:.0e} is allowed ({run.plan.invariance}, {run.plan.precision})"
+        found.checked.append(f"{made}, {allowed}")
 
 
 def signature_of(file: Path) -> Path:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from isobatch.core.errors import UserError
-from isobatch.core.flags import check_fields
 from isobatch.core.number_ranges import Count, Positive
 from isobatch.core.terminal.console import print_answer
 from isobatch.core.terminal.status import doing
@@ -35,7 +34,6 @@ class SeenOptions(DataOptions):
     """The phase of --step; by default the first."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
         if (self.sample is None) == (self.step is None):
             raise UserError("seen: what shall be looked for? Give --sample ROW or --step N")
         if self.phase is not None and self.step is None:

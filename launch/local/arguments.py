@@ -35,7 +35,7 @@ from isobatch.launch.local.words import (
     translate,
     words_for,
 )
-from isobatch.models.capabilities import ChecksPlan
+from isobatch.models.capabilities import ChecksPlan, KeepsRows
 
 Groups = dict[str, dict[str, Flag]]
 """Name of a group, such as `recipe` -> its flags by name."""
@@ -133,7 +133,7 @@ def sort_flags(
     `where`: who takes them. Raises UserError.
     """
     found = translate(flags, _known(groups))
-    _refuse_unknown(found.flags, _known(groups), where)
+    refuse_unknown(found.flags, _known(groups), where)
     return _values(found.flags, groups), list(found.notes.values())
 
 
@@ -212,9 +212,7 @@ def _read(
     """
     positional, typed = split_words(words)
     if positional:
-        raise UserError(
-            f"{command}: what is {positional[0]!r}? Flags start with --; a value with spaces needs quotes"
-        )
+        raise UserError(f"{command}: what is {positional[0]!r}? Flags start with --; spaces need quotes")
     in_file = flags_of_files(typed)
     task = typed.get("task", in_file.get("task", BareValue()))
     if isinstance(task, BareValue):
@@ -224,7 +222,7 @@ def _read(
     groups = _groups(chosen, options_class)
     known = _known(groups)
     found = translate(in_file, known).below(translate(typed, known))
-    _refuse_unknown(found.flags, known, f"{command} --task {chosen.name}")
+    refuse_unknown(found.flags, known, f"{command} --task {chosen.name}")
     return chosen, groups, found
 
 
@@ -234,9 +232,7 @@ def _request(
     """The request that flags with one value each make. Raises UserError."""
     values = _values(found.flags, groups)
     if {"per_device_batch_size", "batch_size"} <= found.flags.keys():
-        raise UserError(
-            "--per-device-batch-size and --batch-size both say how large a batch is: give one of them"
-        )
+        raise UserError("--per-device-batch-size and --batch-size both say how large a batch is: give one")
     scaling = BatchScaling(**values["scaling"])
     asked = {**values["recipe"], **values["options"]}
     if scaling.per_device_batch_size:  # before the mode's own batch is named
@@ -296,6 +292,9 @@ def check_request(request: Request, elsewhere: bool = False) -> None:
     if request.extra.get("assume_length"):
         (task.check_for_plan if isinstance(task, ChecksPlan) else task.check)()
         return
+    takes_rows = request.recipe.starts_from and isinstance(task, KeepsRows)
+    if 0 in (request.recipe.steps or ()) and not takes_rows:
+        raise UserError("--steps 0: trains nothing, which is for a recommender's --from RUN: give at least 1")
     if not elsewhere:
         task.check()
         data.check()
@@ -317,7 +316,7 @@ def _groups(chosen: LoadedWorkload, options_class: type | None) -> Groups:
     }
 
 
-def _refuse_unknown(flags: Iterable[str], known: Mapping[str, Flag], where: str) -> None:
+def refuse_unknown(flags: Iterable[str], known: Collection[str], where: str) -> None:
     """Raises UserError for names of flags that are unknown, each with what may be meant."""
     words = list(map(spelling, words_for(known)))
     said = [
@@ -343,8 +342,6 @@ def _with_batch_scaling(
         factors = {**first, "gradient_accumulation_steps": steps, "processes": processes if each else None}
         given = {name: factor for name, factor in factors.items() if factor}
         recipe = dataclasses.replace(recipe, batch_size=math.prod(given.values()))
-        notes.append(
-            f"{' x '.join(f'{spelling(n)} {k}' for n, k in given.items())} is a global batch of"
-            f" {recipe.batch_size}, on any number of processes"
-        )
+        product = " x ".join(f"{spelling(name)} {factor}" for name, factor in given.items())
+        notes.append(f"{product} is a global batch of {recipe.batch_size}, on any number of processes")
     return recipe, notes

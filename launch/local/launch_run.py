@@ -98,10 +98,8 @@ def launch_run(run: RunFolder, options: RunOptions, owns_process: bool = True) -
     consent.require(run.recipe, run.folder, options=options)
     if with_learning_hooks(run.recipe, options.hook) != run.recipe:
         trained = ", ".join(run.recipe.options.get(HOOK_CODE, {})) or "none"
-        raise UserError(
-            f"{run.folder} was trained with these hooks that change what is learnt, as they were: {trained};"
-            " give the same ones, or train a new run"
-        )
+        why = f"{run.folder} was trained with these hooks that change what is learnt, as they were: {trained}"
+        raise UserError(f"{why}; give the same ones, or train a new run")
     run.write_options(options)
     return train_with_restarts(run, cluster("local", owns_process=owns_process))
 

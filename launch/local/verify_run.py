@@ -11,7 +11,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from isobatch.core.errors import DONE, FAILED, TrainingError
-from isobatch.core.flags import check_fields
 from isobatch.core.number_ranges import Positive
 from isobatch.core.plan import INVARIANCES, Plan, StrategyChoice
 from isobatch.core.recipe import HOOK_CODE
@@ -55,9 +54,6 @@ class VerifyOptions(DataOptions):
     """Strategy to redo them under, with --processes 2 or more."""
     micro_batch: Positive | None = None
     """Samples per micro-batch; by default half of what the run used."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 def verify(words: Sequence[str]) -> int:

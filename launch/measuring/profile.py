@@ -105,24 +105,20 @@ def worth_a_trial(found: Findings, plan: Mapping[str, Any]) -> list[dict[str, An
     data_wait = found["parts"]["data wait"] / max(1e-12, sum(found["parts"].values()))
     use, memory, padding = found["device_use"], found["memory_share"], found["padding"]
     padded = f"{padding:.0%} of the computed tokens are padding"
-    cut = (
-        f"a global batch is computed in {found['micro_batches']:.0f} micro-batches of"
-        f" {found['samples_per_micro_batch']:.0f} samples"
-    )
+    count, samples = found["micro_batches"], found["samples_per_micro_batch"]
+    cut = f"a global batch is computed in {count:.0f} micro-batches of {samples:.0f} samples"
+    recomputes = plan["activation_checkpointing"] and memory < MEMORY
+    recomputed = f"activations are computed twice while memory is {memory:.0%} full"
     launches = plan["device"] == "cuda" and plan["compile"] == "off" and use < DEVICE_USE
     rows = (
         ("loading", data_wait > DATA_WAIT, f"a step waits {data_wait:.0%} of its time for data"),
-        ("micro-batch", found["micro_batches"] > 1 or padding > PADDING, cut),
+        ("micro-batch", count > 1 or padding > PADDING, cut),
         ("packing", padding > PADDING, padded),
         ("length grouping", padding > PADDING, padded),
         ("attention kernel", plan["attention"] == "eager", "attention keeps its length-squared matrices"),
         ("compile", launches, f"the GPU computes {use:.0%} of the time: it waits for launches"),
         ("mixed precision", plan["precision"] == "fp32", "all arithmetic is in fp32"),
-        (
-            "activation checkpointing",
-            plan["activation_checkpointing"] and memory < MEMORY,
-            f"activations are computed twice while memory is {memory:.0%} full",
-        ),
+        ("activation checkpointing", recomputes, recomputed),
     )
     return [{"measure": measure, "text": text} for measure, applies, text in rows if applies]
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from isobatch.core.errors import first_line
 from isobatch.core.measures import now, printable
 from isobatch.core.number_ranges import AboveZero
 from isobatch.core.plan import INVARIANCES
@@ -103,10 +104,8 @@ def measure(base: Variant, world: Communicator, options: TuneOptions, _: Path) -
     wanted = list(settings(base))
     with trial(base, world) as session:
         noise = try_setting(base, session, Setting("the recipe itself"), len(wanted) + 2, limit)
-        tried = [
-            try_setting(base, session, setting, len(wanted) - number + 1, limit)
-            for number, setting in enumerate(wanted)
-        ]
+        shares = range(len(wanted) + 1, 1, -1)
+        tried = [try_setting(base, session, one, n, limit) for one, n in zip(wanted, shares, strict=True)]
         fastest = sorted((one for one in tried if one.beats(noise)), key=lambda one: -one.ratio)
         same = compatible(one for one in fastest if one.learns_the_same)
         if len(same) > 1:
@@ -157,9 +156,7 @@ def try_setting(
         if not found.ratios:
             raise TimeoutError("no time was left to measure it")
     except Exception as error:
-        known = classify(error)
-        text = str(known if known is not None else error).strip() or type(error).__name__
-        found.problem = text.splitlines()[0][:200]
+        found.problem = first_line(classify(error) or error)[:200]
     return found
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from isobatch.core import number_ranges
 from isobatch.core.errors import UserError
+from isobatch.core.flags import nearest_hint
 from isobatch.core.terminal.console import print_answer, print_lines
 from isobatch.core.terminal.status import doing
 from isobatch.data import readers
@@ -31,6 +32,7 @@ LISTS_AT_A_TIME = 1000
 ROWS_AT_A_TIME = 1 << 20
 QUANTITY = "quantity"
 MOST_NAMED = 5
+GUEST_COLUMNS = "a user and an item are needed: name them user_id and item_id, or as the run's data does"
 NOTHING_LEFT = "what users had is left out unless --with-seen, and --only and --without restrict the rest"
 EMPTY_LIST = f"recommend: nothing is left to offer: {NOTHING_LEFT}"
 
@@ -150,7 +152,8 @@ def _lists(
         return iter([({"taken": taken}, lists.for_items(taken, top))])
     if options.guests is not None:
         guests = _read_guests(lists, options.guests, columns, remarks).items()
-        return (({"user": u}, lists.for_items([*g], top, [*g.values()]) if g else []) for u, g in guests)
+        asked = [(u, g) for u, g in guests if g or options.out is None]  # a file has no row for an empty list
+        return (({"user": u}, lists.for_items([*g], top, [*g.values()]) if g else []) for u, g in asked)
     if options.user is not None:
         return (({"user": u}, lists.recommend(u, top)) for u in lists.split_users(options.user))
     return None
@@ -169,7 +172,7 @@ def _read_guests(
         )
         if (given := row.get(tables.ITEMS_COLUMN)) is None:
             for column, usual in ((user, "user_id"), (item, "item_id")):
-                readers.require_name(column or usual, [*row], where)
+                readers.require_name(column or usual, [*row], where, otherwise=GUEST_COLUMNS)
             given = [row[str(item)]]
         amount = _number(row.get(QUANTITY, 1))
         if not isinstance(amount, float) or not 0 < amount < float("inf"):
@@ -180,7 +183,12 @@ def _read_guests(
                 taken[name] = taken.get(name, 0.0) * (QUANTITY in row) + amount
             else:
                 unknown.append(name)
-    remarks += _unknown("--guests", unknown)
+    said = _unknown("--guests", unknown)
+    if empty := sum(not taken for taken in guests.values()):
+        said.append(f"--guests: {empty:,} of {len(guests):,} users have no known item, and get no list")
+    if empty == len(guests):
+        raise UserError("; ".join(said))
+    remarks += said
     return guests
 
 
@@ -237,11 +245,11 @@ def restrict(lists: Recommendations, options: ListOptions, column: str | None) -
 
     `column`: of the items in a file; by default a usual name, or the only one there is.
     """
-    out = [*map(_number, (options.without_category or "").split(","))] if options.without_category else []
-    where = " and ".join([*filter(None, [options.where]), *([f"category not in {out}"] if out else [])])
-    if where and not tables.is_table(options.only or ""):
+    out = [_number(n.strip()) for n in (options.without_category or "").split(",") if n.strip()]
+    where = options.where or ""
+    if (where or out) and not tables.is_table(options.only or ""):
         raise UserError("--where, --without-category: are about a table: name it, as in --only products.csv")
-    only = None if options.only is None else _named_items(lists, "--only", options.only, column, where)
+    only = None if options.only is None else _named_items(lists, "--only", options.only, column, where, out)
     without = _named_items(lists, "--without", options.without, column) if options.without is not None else ()
     missing = lists.restrict(only, without, options.with_seen)
     said = _unknown("--only, --without", missing)
@@ -256,12 +264,21 @@ def _unknown(flag: str, missing: Sequence[str]) -> list[str]:
 
 
 def _named_items(
-    lists: Recommendations, flag: str, text: str, column: str | None, where: str = ""
+    lists: Recommendations, flag: str, text: str, column: str | None, where: str = "", out: Sequence[Any] = ()
 ) -> list[str]:
+    """The items that a flag names; of a table those in rows of which `where` is true and whose category is
+    not `out`. Raises UserError, also for one that no row has: misspelt, it would be offered.
+    """
     if not tables.is_table(text):
         return lists.split_items(text)
     located = [*tables.read_table(text, flag, [column])]
     rows = [row for _, row in (_where_true(located, where) if where else located)]
+    there = [_number(row.get("category")) for _, row in located] if out else []
+    if lost := [str(name) for name in out if name not in there]:
+        known = [*dict.fromkeys(str(one) for one in there if one == one)]
+        close = f"{nearest_hint(lost[0], known)}; there is: {', '.join(known[:MOST_NAMED]) or 'none'}"
+        raise UserError(f"--without-category {lost[0]}: no row of {text} has this category{close}")
+    rows = [row for row in rows if _number(row.get("category")) not in out] if out else rows
     columns = [*located[0][1]]
     usual = (column, *ITEM_COLUMNS, *(columns if len(columns) == 1 else ()))
     name = next((name for name in usual if name in columns), None)

@@ -27,10 +27,8 @@ def runs_table(runs: list[dict[str, Any]]) -> list[list[str]]:
         cells["trained"] = _figure(run["trainable_parameters"], "{:,}".format)
         cells["memory"] = _figure(run["peak_memory_bytes"], format_bytes)
         columns.append(cells | {"training": _figure(run["train_seconds"], "{:,.0f} s".format)})
-    return [
-        [name, *(cells.get(name, "") for cells in columns)]
-        for name in dict.fromkeys(itertools.chain(*columns))
-    ]
+    names = dict.fromkeys(itertools.chain(*columns))
+    return [[name, *(cells.get(name, "") for cells in columns)] for name in names]
 
 
 def baselines_tables(runs: list[dict[str, Any]]) -> list[tuple[str, list[list[str]]]]:

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from isobatch.core.facts import Facts
-    from isobatch.models.encoder.evaluation import Runner
     from isobatch.models.protocols import Batches
 
 
@@ -83,13 +82,12 @@ class DistilledClassifier(Classifier):
         headless = "has no classification head: train one with `auto --task classifier`"
         strange = f"its tokenizer is not that of {student}: both must read the same tokens"
         wider = f"{self.teacher_name} and {student} have states of different width: use --distill-hidden off"
-        refuse(
-            {
-                f"the teacher {path} {headless}": not is_classifier(path, None),
-                f"the teacher {path}: {strange}": differs,
-                f"--distill-hidden on: {wider}": self.options.distill_hidden and len(widths) > 1,
-            }
-        )
+        wrong = {
+            f"the teacher {path} {headless}": not is_classifier(path, None),
+            f"the teacher {path}: {strange}": differs,
+            f"--distill-hidden on: {wider}": self.options.distill_hidden and len(widths) > 1,
+        }
+        refuse(wrong)
 
     def fetch(self) -> None:
         super().fetch()
@@ -129,7 +127,7 @@ class DistilledClassifier(Classifier):
         identity = f"{hub.weights_hash(path)} {'states' if hidden else 'logits'}"
         return Teacher(identity, lambda _: encoders.open_classifier(path), answers, per_token=per_token)
 
-    def against_teacher(self, run: Runner, batches: Batches) -> dict[str, float]:
+    def against_teacher(self, run: evaluation.Runner, batches: Batches) -> dict[str, float]:
         """Accuracy of the teacher, and how the finished model stands to it; nothing without one."""
         if (path := self._teacher_path()) is None:
             return {}

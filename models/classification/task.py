@@ -14,15 +14,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from isobatch.core import number_ranges
 from isobatch.core.errors import UserError
-from isobatch.core.number_ranges import AboveZero
-from isobatch.core.recipe import DEMO
+from isobatch.core.recipe import DEMO, Recipe
 from isobatch.models import hub, saving
 from isobatch.models.base import Batch, Loss, ModelSize, Rows, StepContext, Sum, Task
 from isobatch.models.encoder import calibration, drift, encoders, evaluation, int8, prediction, problems
 from isobatch.models.encoder import export as exporting
 from isobatch.models.encoder.last_layer import compute_first_alone
-from isobatch.models.encoder.prediction import TextClassifier
-from isobatch.models.encoder.problems import CLASS_WEIGHTS, LossTerms
 from isobatch.models.encoder.report import ClassifierReport
 from isobatch.models.model_card import ModelDescription, usage_lines
 
@@ -30,9 +27,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from isobatch.core.facts import Facts
-    from isobatch.core.recipe import Recipe
-    from isobatch.models.encoder.evaluation import Runner
-    from isobatch.models.encoder.problems import Problem
     from isobatch.models.protocols import Batches
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -69,7 +63,7 @@ class ClassifierOptions:
     cross-entropy."""
     regression_loss: Literal["mse", "huber"] = "mse"
     """Of scores: the squared error, or Huber's with delta 1, which outliers move less."""
-    head_rate: AboveZero = 10.0
+    head_rate: number_ranges.AboveZero = 10.0
     """What --lr is multiplied by for new parameters, which the checkpoint does not have: a head's where the
     model was trained without one or for other classes; they must go far where the others are to stay near."""
 
@@ -104,7 +98,7 @@ class Classifier(Task):
         self._new_parameters = set[str]()
         """The names of those that the checkpoint from which training begins does not have."""
 
-    def _monitor(self, problem: type[Problem] | Problem) -> tuple[str, str]:
+    def _monitor(self, problem: type[problems.Problem] | problems.Problem) -> tuple[str, str]:
         name = problem.headline if self.options.best_metric == "auto" else self.options.best_metric
         return name, "min" if name in ("loss", "mae", "rmse") else "max"
 
@@ -190,8 +184,8 @@ class Classifier(Task):
 
         model = self._initial_model(facts)
         compute_first_alone(model)
-        if (weights := facts.extra.get(CLASS_WEIGHTS)) is not None:
-            model.register_buffer(CLASS_WEIGHTS, torch.tensor(weights), persistent=False)
+        if (weights := facts.extra.get(problems.CLASS_WEIGHTS)) is not None:
+            model.register_buffer(problems.CLASS_WEIGHTS, torch.tensor(weights), persistent=False)
         return model
 
     def fewest_steps(self, facts: Facts) -> int:
@@ -254,9 +248,9 @@ class Classifier(Task):
 
     def label_loss(self, model: Any, logits: Tensor, batch: Batch) -> Loss:
         """The problem's loss, with the recipe's weights and smoothing."""
-        weights = getattr(model, CLASS_WEIGHTS, None)
+        weights = getattr(model, problems.CLASS_WEIGHTS, None)
         huber, focal = self.options.regression_loss == "huber", self.options.focal
-        terms = LossTerms(weights, self.recipe.label_smoothing, huber, focal)
+        terms = problems.LossTerms(weights, self.recipe.label_smoothing, huber, focal)
         return problems.of_model(model).loss(logits, batch, terms)
 
     def logits(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -312,7 +306,7 @@ class Classifier(Task):
     def final_metrics(self, model: nn.Module, final: Path, facts: Facts, batches: Batches) -> dict[str, Any]:
         return self.settle(evaluation.torch_runner(model), final, facts, batches)
 
-    def settle(self, run: Runner, final: Path, facts: Facts, batches: Batches) -> dict[str, Any]:
+    def settle(self, run: evaluation.Runner, final: Path, facts: Facts, batches: Batches) -> dict[str, Any]:
         """Keep in `final` what the validation split says of how to answer; metrics of the test split."""
         seen = drift.training_pieces(Path(facts.folder), facts.extra["vocabulary"], facts.extra.get("unk"))
         profile = drift.Profile(seen, self.recipe.max_length)
@@ -330,14 +324,14 @@ class Classifier(Task):
     def report(self) -> ClassifierReport:
         return ClassifierReport(self.variants)
 
-    def open_predictor(self, final: Path, exports: Path, form: str) -> TextClassifier:
+    def open_predictor(self, final: Path, exports: Path, form: str) -> prediction.TextClassifier:
         """Samples are texts, or (text, text) for pairs. onnx and onnx-int4 import no torch."""
         if form == "torch":
             model = self._open_trained(final)
             run, encode = (evaluation.torch_runner(model, states) for states in (False, True))
         else:
             run, encode = evaluation.onnx_runner(self._onnx_file(final, exports, form)), None
-        return TextClassifier.open(final, run, self.recipe.max_length, encode)
+        return prediction.TextClassifier.open(final, run, self.recipe.max_length, encode)
 
     def _open_trained(self, final: Path) -> Any:
         return encoders.open_classifier(str(final))

@@ -66,12 +66,7 @@ class Pruning(DistilledClassifier):
     """
 
     Options: ClassVar[type] = PruningOptions
-    defaults: ClassVar[Mapping[str, Any]] = {
-        **DistilledClassifier.defaults,
-        "epochs": [8],
-        "patience": 5,
-        "eval_every": "0.5ep",
-    }
+    defaults: ClassVar = {**DistilledClassifier.defaults, "epochs": [8], "patience": 5, "eval_every": "0.5ep"}
     fast: ClassVar[Mapping[str, Any]] = {
         **FAST,
         "epochs": [1.2],
@@ -83,12 +78,7 @@ class Pruning(DistilledClassifier):
         "importance_window": 20,
         "distill_hidden": False,
     }
-    demo: ClassVar[Mapping[str, Any]] = {
-        **DistilledClassifier.demo,
-        "epochs": [3],
-        "prune_every": 10,
-        "patience": 0,
-    }
+    demo: ClassVar = {**DistilledClassifier.demo, "epochs": [3], "prune_every": 10, "patience": 0}
 
     def __init__(self, recipe: Recipe, options: Any) -> None:
         super().__init__(recipe, options)
@@ -107,26 +97,21 @@ class Pruning(DistilledClassifier):
         super().check()
         options, every = self.options, self.options.prune_every
         no_share = isinstance(every, Interval) and (every.unit != "percent" or not every.value)
-        refuse(
-            {
-                f"--prune-every {every}: give steps, or a share of the ramp such as 20%": no_share,
-                f"--ramp {options.ramp:g}: with --recover {options.recover:g} that is more than the whole"
-                " run": options.ramp + options.recover > 1 + 1e-9,
-            }
-        )
+        whole = f"--ramp {options.ramp:g}: with --recover {options.recover:g} that is more than the whole run"
+        unclear = f"--prune-every {every}: give steps, or a share of the ramp such as 20%"
+        refuse({unclear: no_share, whole: options.ramp + options.recover > 1 + 1e-9})
         if config is None:
             return
         budget = self._budget(config)
         neurons, most = budget.sizes.neurons, budget.max_sparsity
         pruned, rest = encoders.is_pruned(config), neurons % options.multiple
-        refuse(
-            {
-                f"{self._model_name} is pruned already; pruning starts from a dense classifier": pruned,
-                f"--multiple {options.multiple}: does not divide the {neurons} neurons of a layer": rest,
-                f"--sparsity {options.sparsity:g}: at most {most:.3f} can go with --granularity"
-                f" {options.granularity} and --multiple {options.multiple}": options.sparsity > most,
-            }
-        )
+        wrong = {
+            f"{self._model_name} is pruned already; pruning starts from a dense classifier": pruned,
+            f"--multiple {options.multiple}: does not divide the {neurons} neurons of a layer": rest,
+            f"--sparsity {options.sparsity:g}: at most {most:.3f} can go with --granularity"
+            f" {options.granularity} and --multiple {options.multiple}": options.sparsity > most,
+        }
+        refuse(wrong)
 
     def model_size(self, facts: Facts) -> ModelSize:
         """The teacher's weights stay in memory."""

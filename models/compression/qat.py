@@ -55,13 +55,7 @@ class QAT(DistilledClassifier):
     initial_model_option: ClassVar[str] = "pruned"
     exports: ClassVar[tuple[str, ...]] = ("hf", "dense", "onnx", "onnx-int8", "onnx-int4")
     defaults: ClassVar[Mapping[str, Any]] = {**DistilledClassifier.defaults, "epochs": [2], "batch_size": 16}
-    fast: ClassVar[Mapping[str, Any]] = {
-        **FAST,
-        "epochs": [0.3],
-        "batch_size": 32,
-        "distill_hidden": False,
-        "least_steps": 250,
-    }
+    fast: ClassVar = {**FAST, "epochs": [0.3], "batch_size": 32, "distill_hidden": False, "least_steps": 250}
     demo: ClassVar[Mapping[str, Any]] = {**DistilledClassifier.demo, "epochs": [4], "batch_size": 32}
 
     def __init__(self, recipe: Recipe, options: Any) -> None:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from isobatch.core.facts import Facts
     from isobatch.models.base import Batch
     from isobatch.models.encoder.class_metrics import Predictions
-    from isobatch.models.encoder.problems import Difference, Problem
     from isobatch.models.protocols import Batches
 
 FEWEST = 30
@@ -64,7 +63,7 @@ class Standing(NamedTuple):
     """Of the baseline."""
     score: float
     """Its headline figure."""
-    difference: Difference
+    difference: problems.Difference
     """The model's figure less the baseline's."""
 
     def to_dict(self) -> dict[str, Any]:
@@ -107,7 +106,7 @@ def _measured(facts: Facts, batches: Batches) -> Iterator[Baseline]:
         yield Baseline(f"TF-IDF with {kind.name}", dataclasses.replace(asked, logits=logits))
 
 
-def standings(problem: Problem, mine: Predictions, others: Iterable[Baseline]) -> list[Standing]:
+def standings(problem: problems.Problem, mine: Predictions, others: Iterable[Baseline]) -> list[Standing]:
     """The model against each baseline, by the problem's paired test. What was settled for the model, as
     thresholds, is not for the others.
     """

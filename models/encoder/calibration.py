@@ -10,15 +10,12 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from isobatch.models.encoder import class_metrics
 from isobatch.models.encoder.drift import Profile
-
-if TYPE_CHECKING:
-    from isobatch.models.encoder.class_metrics import Predictions
 
 FILE = "calibration.safetensors"
 TEXTS = "texts."
@@ -123,14 +120,14 @@ class Calibration:
     """Of multi-label, from which probability on a label is answered: (C,), or one for all."""
 
     @classmethod
-    def fit(cls, found: Predictions, profile: Profile) -> Calibration:
+    def fit(cls, found: class_metrics.Predictions, profile: Profile) -> Calibration:
         """From the logits of validation, of one class a sample, whose texts `profile` has counted."""
         temperature = fit_temperature(found.logits, found.labels)
         probabilities = class_metrics.softmax(found.logits / temperature)
         profile.add_answers(probabilities)
         return cls(temperature, Confidences.of(probabilities.max(1), found.is_correct), profile)
 
-    def metrics(self, found: Predictions) -> dict[str, Any]:
+    def metrics(self, found: class_metrics.Predictions) -> dict[str, Any]:
         """Of held-out answers: what the temperature does, and how many are given how well from where on."""
         confidence = class_metrics.softmax(found.logits / self.temperature).max(1)
         error = class_metrics.calibration_error(confidence, found.is_correct)

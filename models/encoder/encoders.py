@@ -183,11 +183,8 @@ def write_layer_sizes(model: Any, folder: Path) -> None:
     architecture = modeling_pruned.PREFIX + type(model).__name__.removeprefix(modeling_pruned.PREFIX)
     class_path = f"{Path(modeling_pruned.__file__).stem}.{architecture}"
     config.pop("allow_global_per_layer_attribute_access", None)  # what ran before it may have set it
-    config |= {
-        "per_layer_config": changed_layers,
-        "architectures": [architecture],
-        "auto_map": {f"AutoModelFor{head_of(config)}": class_path},
-    }
+    config |= {"per_layer_config": changed_layers, "architectures": [architecture]}
+    config["auto_map"] = {f"AutoModelFor{head_of(config)}": class_path}
     file.write_text(json.dumps(config, indent=2) + "\n")
     shutil.copy(modeling_pruned.__file__, folder)
 

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from isobatch.models.base import Batch
     from isobatch.models.encoder.class_metrics import Predictions
-    from isobatch.models.encoder.evaluation import Runner
     from isobatch.models.protocols import Batches
 
 LOGIT_TOLERANCE = 1e-3
@@ -95,7 +94,7 @@ def predict_with_onnx_levels(
     return found, float(np.max([quantizer.max_rounding_excess for quantizer in quantizers]))
 
 
-def tokenizer_runner(file: Path) -> Runner:
+def tokenizer_runner(file: Path) -> evaluation.Runner:
     """Run an ONNX file on exactly the inputs that the tokenizer beside it makes.
 
     Raises ExportError where it takes others.

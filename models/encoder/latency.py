@@ -19,7 +19,6 @@ from isobatch.models.encoder import evaluation
 if TYPE_CHECKING:
     from isobatch.core.facts import Facts
     from isobatch.models.base import Batch
-    from isobatch.models.encoder.evaluation import Runner
 
 BATCHES = (1, 32)
 """Texts of a batch."""
@@ -56,7 +55,7 @@ def texts(lengths: Sequence[int], vocabulary: int, rows: int) -> Inputs:
 
 
 def time_in_turn(
-    runners: Sequence[Runner], inputs: Sequence[Inputs], clock: Callable[[], float]
+    runners: Sequence[evaluation.Runner], inputs: Sequence[Inputs], clock: Callable[[], float]
 ) -> np.ndarray:
     """(models, ROUNDS, batches) ms. `inputs`: of each model; `clock`: seconds."""
     found = np.zeros((len(runners), ROUNDS, len(inputs[0])))
@@ -89,7 +88,7 @@ def quantiles(times: np.ndarray) -> dict[str, Any]:
     return {"p50": p50, "p95": p95, "rounds": times.mean(1).round(4).tolist()}
 
 
-def latency_metrics(run: Runner, facts: Facts, batches: Iterable[Batch]) -> dict[str, float]:
+def latency_metrics(run: evaluation.Runner, facts: Facts, batches: Iterable[Batch]) -> dict[str, float]:
     """latency_ms_p50 and latency_ms_p95 of one text on one thread: that thread's own time."""
     import torch
 

@@ -33,7 +33,7 @@ from isobatch.models.encoder.quantization import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 OPSET = 21
 """The first opset with INT4."""
@@ -53,31 +53,41 @@ def write_onnx(model: Any, file: Path) -> None:
     Inputs: those that this model's tokenizer makes, all (batch, tokens) int64. Output: logits. Raises
     UserError without onnxscript, and ExportError for a model that cannot be traced.
     """
-    need("onnxscript", "an ONNX file")
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it misses torchvision
     names = saving.model_input_names(model.config.to_dict())
     example = torch.ones(2, 8, dtype=torch.int64)
     example[1, 5:] = 0  # a mask without padding would be left out
     sizes = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+    inputs = {name: (example.clone(), sizes) for name in names}  # one tensor twice would be one input
+    program = traced(_written_form(model), inputs, "logits", model.config.model_type)
+    _finish(program.model)
+    program.save(file)
+
+
+def traced(model: nn.Module, inputs: Mapping[str, tuple[Tensor, Any]], output: str, kind: str) -> Any:
+    """The ONNX program of a model; `inputs`: an example of each and which of its dimensions vary.
+
+    Raises UserError without onnxscript, and ExportError for a model, of this `kind`, that cannot be traced.
+    """
+    need("onnxscript", "an ONNX file")
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it misses torchvision
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")  # PyTorch's, of its own code
             program = torch.onnx.export(
-                _written_form(model),
-                kwargs={name: example.clone() for name in names},  # one tensor twice would be one input
+                model,
+                kwargs={name: example for name, (example, _) in inputs.items()},
                 dynamo=True,
                 verbose=False,
                 opset_version=OPSET,
-                input_names=names,
-                output_names=["logits"],
-                dynamic_shapes=dict.fromkeys(names, sizes),
+                input_names=list(inputs),
+                output_names=[output],
+                dynamic_shapes={name: sizes for name, (_, sizes) in inputs.items()},
             )
         assert program is not None, "dynamo gives a program"
     except Exception as error:  # of PyTorch's compiler and of the model's own code
-        kind, reason = model.config.model_type, str(error).strip().partition("\n")[0]
+        reason = str(error).strip().partition("\n")[0]
         raise ExportError(f"--to onnx: PyTorch cannot trace a {kind} ({reason}): use --to hf") from None
-    _finish(program.model)
-    program.save(file)
+    return program
 
 
 def write_with_levels(file: Path, to: Path) -> list[str]:

@@ -20,7 +20,6 @@ from isobatch.models.encoder.calibration import DOUBT
 from isobatch.models.encoder.class_metrics import softmax
 from isobatch.models.encoder.drift import Profile
 from isobatch.models.encoder.evaluation import Runner
-from isobatch.models.encoder.problems import Problem
 
 TextOrPair = str | tuple[str, str]
 WIDTH_MULTIPLE = 8
@@ -39,7 +38,7 @@ class TextClassifier:
 
     run: Runner
     tokenizer: Any
-    problem: Problem
+    problem: problems.Problem
     max_length: int
     pad: int
     columns: dict[str, str | None]

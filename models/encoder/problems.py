@@ -175,14 +175,13 @@ class Problem(ABC):
         """Raise UserError for flags that mean nothing here. `metric`: --best-metric."""
         known = ("auto", "loss", self.headline, *self.choices)
         mine = f"the labels are {self.name}"
-        refuse(
-            {
-                f"--best-metric {metric}: {mine}: take {', '.join(known[1:])}": metric not in known,
-                f"--label-smoothing {smoothing:g}: {mine}: leave it out": smoothing and self.is_score,
-                f"--focal {focal:g}: {mine}: leave it out": focal and self.is_score,
-                f"--regression-loss huber: {mine}: leave it out": huber and not self.is_score,
-            }
-        )
+        wrong = {
+            f"--best-metric {metric}: {mine}: take {', '.join(known[1:])}": metric not in known,
+            f"--label-smoothing {smoothing:g}: {mine}: leave it out": smoothing and self.is_score,
+            f"--focal {focal:g}: {mine}: leave it out": focal and self.is_score,
+            f"--regression-loss huber: {mine}: leave it out": huber and not self.is_score,
+        }
+        refuse(wrong)
 
     def encode(self, tokenizer: Any, texts: Sequence[Any]) -> list[Any]:
         """The texts' encodings."""
@@ -592,9 +591,7 @@ def words_of(text: str | Sequence[str]) -> list[tuple[str, int, int]]:
 
 def _focal(each: Tensor, gamma: float) -> Tensor:
     """Cross-entropies, -log p, each times (1 - p)^gamma (Lin et al. 2017, eq. 4)."""
-    import torch
-
-    return each * (-torch.expm1(-each)).clamp(min=1e-12) ** gamma  # 0 has no slope where gamma < 1
+    return each * (-(-each).expm1()).clamp(min=1e-12) ** gamma  # 0 has no slope where gamma < 1
 
 
 def _share_lines(names: Sequence[str], sizes: Sequence[int], shares: Sequence[Any]) -> list[list[str]]:
@@ -604,14 +601,12 @@ def _share_lines(names: Sequence[str], sizes: Sequence[int], shares: Sequence[An
 
 
 def _is_right(evidence: np.ndarray) -> np.ndarray:
-    is_right: np.ndarray = evidence[:, 0] == evidence[:, 1]
-    return is_right
+    return np.asarray(evidence[:, 0] == evidence[:, 1])
 
 
 def _sigmoid(logits: np.ndarray) -> np.ndarray:
     """In fp64; at either end without an overflow."""
-    sigmoid: np.ndarray = 0.5 * (1 + np.tanh(0.5 * logits.astype(np.float64)))
-    return sigmoid
+    return np.asarray(0.5 * (1 + np.tanh(0.5 * logits.astype(np.float64))))
 
 
 PROBLEMS: Mapping[str, type[Problem]] = {

@@ -12,12 +12,11 @@ from isobatch.core.measures import format_bytes, format_p_value
 from isobatch.models.encoder import baselines as simple
 from isobatch.models.encoder import evaluation, latency, problems
 from isobatch.models.encoder.encoders import open_classifier
-from isobatch.models.encoder.problems import NOISE, SIGNIFICANT
+from isobatch.models.encoder.problems import NOISE, SIGNIFICANT, Problem
 from isobatch.models.protocols import Batches, ReportRow, ReportTable, TaskReport
 
 if TYPE_CHECKING:
     from isobatch.core.facts import Facts
-    from isobatch.models.encoder.problems import Problem
 
 RUNTIMES = {"torch": "torch", "onnx": "onnxruntime"}
 COLUMNS = (

@@ -18,8 +18,9 @@ from torch import Tensor
 from isobatch.core import atomic_files
 from isobatch.core.terminal.status import doing
 from isobatch.models.recommendation import ranking
-from isobatch.models.recommendation.classics import CLASSICS, Arrays, Settings, TrainingPairs
+from isobatch.models.recommendation.classics import CLASSICS, Arrays, Settings, TrainingPairs, als_users
 from isobatch.models.recommendation.recommendations import (
+    ALS,
     BASELINES,
     BASELINES_FILE,
     BLEND,
@@ -150,6 +151,9 @@ def _write(final: Path, net: Any, kept: Mapping[str, Arrays], best: str) -> None
     arrays = {POPULARITY: net.counts.cpu()}
     for name, parts in kept.items():
         arrays |= {f"{name}.{part}": array for part, array in parts.items()}
+    if best == ALS or (best == BLEND and ALS in kept[BLEND]):  # solved once, for the lists of all users
+        x = input_matrix(net, torch.arange(len(net.user_text)), net.starts.diff())
+        arrays[f"{ALS}.users"] = als_users(kept[ALS], x)
     save_file(arrays, final / BASELINES_FILE, {"best": best})
     atomic_files.share_as_umask_allows(final)
 

@@ -9,10 +9,10 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-import psutil
 import torch
 from torch import Tensor
 
+from isobatch.core.measures import return_freed_memory
 from isobatch.models.recommendation.recommendations import ALS, EASE, KNN, RECENT
 
 warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta")
@@ -20,7 +20,7 @@ Settings = dict[str, float]
 Arrays = dict[str, Tensor]
 """What final/ keeps of a fit, by name."""
 
-EXACT_ITEMS = 10_000
+EXACT_ITEMS = 5000
 """Largest catalogue whose EASE is exact: each regularization takes items ** 3 multiplications."""
 EASE_LAMBDAS = (1000.0, 100.0, 300.0, 3000.0)
 """L2 regularizations of EASE. Of all settings the best on the validation split is taken, where there is none
@@ -36,10 +36,10 @@ NEIGHBOURS = 100
 ALS_SETTINGS = ((128, 0.003, 0.1), (64, 0.01, 0.3), (256, 0.003, 0.03), (256, 0.003, 0.01))
 """(dim, regularization, weight of what was not taken)."""
 ALS_ROUNDS = 12
-ROWS_AT_ONCE = 512
+ROWS_AT_ONCE = 128
 FLOATS_AT_ONCE = 1 << 22
-MEMORY_SHARE = 0.25
-"""Of the free memory, that the matrices of EASE may fill."""
+GRAMS_AT_ONCE = 1 << 25
+"""Numbers in the matrices of items that a ridge regression is solved for together."""
 
 
 class TrainingPairs(NamedTuple):
@@ -63,12 +63,32 @@ class Classic(NamedTuple):
 
 def rows_of(x: Tensor, rows: Tensor) -> Tensor:
     """These rows of a CSR matrix."""
-    first, counts = x.crow_indices()[rows], x.crow_indices().diff()[rows]
-    starts = _starts(counts)
-    places = torch.repeat_interleave(first - starts[:-1], counts) + torch.arange(int(starts[-1]))
+    starts, places = _entries(x, rows)
     return torch.sparse_csr_tensor(
         starts, x.col_indices()[places], x.values()[places], (len(rows), x.shape[1]), check_invariants=False
     )
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """(n, m) a b of CSR matrices, dense; `a` holds ones.
+
+    PyTorch 2.13 never frees the values of its own sparse product.
+    """
+    owner, sources = torch.repeat_interleave(torch.arange(len(a)), a.crow_indices().diff()), a.col_indices()
+    found = torch.zeros(len(a) * b.shape[1])
+    most = int(b.crow_indices().diff().max())
+    for part in torch.arange(len(sources)).split(max(1, FLOATS_AT_ONCE // max(1, most))):
+        starts, places = _entries(b, sources[part])
+        first = torch.repeat_interleave(owner[part] * b.shape[1], starts.diff())
+        found.index_add_(0, first + b.col_indices()[places], b.values()[places])
+    return found.view(len(a), -1)
+
+
+def _entries(x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """(where each of these rows of a CSR matrix starts among their entries, places of the entries in it)"""
+    first, counts = x.crow_indices()[rows], x.crow_indices().diff()[rows]
+    starts = _starts(counts)
+    return starts, torch.repeat_interleave(first - starts[:-1], counts) + torch.arange(int(starts[-1]))
 
 
 def _starts(counts: Tensor) -> Tensor:
@@ -77,10 +97,10 @@ def _starts(counts: Tensor) -> Tensor:
 
 def gram_rows(data: TrainingPairs, items: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(place among `items`, item, how many users took both), where any did; without an item with itself."""
-    gram = rows_of(data.of_items, items) @ data.x
-    owner = torch.repeat_interleave(torch.arange(len(items)), gram.crow_indices().diff())
-    others = (columns := gram.col_indices()) != items[owner]
-    return owner[others], columns[others], gram.values()[others]
+    gram = product(rows_of(data.of_items, items), data.x)
+    gram[torch.arange(len(items)), items] = 0
+    owner, others = gram.nonzero(as_tuple=True)
+    return owner, others, gram[owner, others]
 
 
 def _largest(owner: Tensor, scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -111,7 +131,8 @@ def weighted_sums(kept: Arrays, x: Tensor) -> Tensor:
     """(B, items) scores by `item_weights`."""
     size = (x.shape[1], x.shape[1])
     parts = kept["starts"], kept["targets"].long(), kept["values"].float()
-    return (x @ torch.sparse_csr_tensor(*parts, size, check_invariants=False)).to_dense()
+    weights = torch.sparse_csr_tensor(*parts, size, check_invariants=False)
+    return x @ weights.to_dense() if len(weights) <= EXACT_ITEMS else product(x, weights)
 
 
 def fit_recent(data: TrainingPairs, tune: bool) -> Iterator[tuple[Settings, Arrays]]:
@@ -128,6 +149,7 @@ def fit_knn(data: TrainingPairs, tune: bool) -> Iterator[tuple[Settings, Arrays]
     found: list[list[tuple[Tensor, ...]]] = [[] for _ in shrinkages]
     for targets in torch.arange(items).split(ROWS_AT_ONCE):
         owner, others, users = gram_rows(data, targets)
+        return_freed_memory()
         for parts, shrinkage in zip(found, shrinkages, strict=True):
             cosines = users / (norms[targets[owner]] * norms[others] + shrinkage)
             kept, _ = _largest(owner, cosines, NEIGHBOURS)
@@ -152,7 +174,7 @@ def _gram(data: TrainingPairs) -> Tensor:
     items = data.x.shape[1]
     gram = torch.empty(items, items, dtype=torch.float64)
     for rows in torch.arange(items).split(ROWS_AT_ONCE):
-        gram[rows] = (rows_of(data.of_items, rows) @ data.x).to_dense().double()
+        gram[rows] = product(rows_of(data.of_items, rows), data.x).double()
     return gram
 
 
@@ -179,8 +201,7 @@ def _sparse_ease(data: TrainingPairs, lambdas: Iterable[float]) -> Iterator[tupl
     """
     items, k = data.x.shape[1], EASE_NEIGHBOURS
     found: dict[float, list[tuple[Tensor, ...]]] = {l2: [] for l2 in lambdas}
-    blocks = int(MEMORY_SHARE * psutil.virtual_memory().available) // (4 * k * k)
-    for targets in torch.arange(items).split(max(1, blocks)):
+    for targets in torch.arange(items).split(GRAMS_AT_ONCE // (k * k)):
         nearest, shared = _nearest(data, targets, k)
         grams = _grams_of(data, nearest)
         for part in torch.arange(len(targets)).split(max(1, FLOATS_AT_ONCE // (k * k))):
@@ -190,6 +211,7 @@ def _sparse_ease(data: TrainingPairs, lambdas: Iterable[float]) -> Iterator[tupl
                 there = nearest[part] < items
                 same = targets[part, None].expand_as(there)
                 parts.append((nearest[part][there], same[there], weights[there]))
+        del grams  # it would stay while the fits are ranked
     for l2, parts in found.items():
         made = item_weights(parts, items)
         yield {"lambda": l2, "neighbours": k}, made
@@ -201,6 +223,7 @@ def _nearest(data: TrainingPairs, targets: Tensor, k: int) -> tuple[Tensor, Tens
     shared = torch.zeros(len(targets), k)
     for rows in torch.arange(len(targets)).split(ROWS_AT_ONCE):
         owner, others, users = gram_rows(data, targets[rows])
+        return_freed_memory()
         kept, rank = _largest(owner, users, k)
         nearest[rows[owner[kept]], rank], shared[rows[owner[kept]], rank] = others[kept], users[kept]
     return nearest, shared
@@ -219,6 +242,7 @@ def _grams_of(data: TrainingPairs, nearest: Tensor) -> Tensor:
         sources = distinct[first : first + size]
         sources = sources[sources < items]
         owner, others, users = gram_rows(data, sources)
+        return_freed_memory()
         rows[owner, others] = users
         rows[torch.arange(len(sources)), sources] = degree[sources].float()
         local = torch.repeat_interleave(torch.arange(len(sources)), counts[first : first + len(sources)])
@@ -269,9 +293,14 @@ def als_vectors(fixed: Tensor, x: Tensor, l2: float, alpha: float) -> Tensor:
     return found @ basis.T
 
 
+def als_users(kept: Arrays, x: Tensor) -> Tensor:
+    """(B, d) the users' vectors, solved for what they had."""
+    return als_vectors(kept["items"], x, *kept["settings"].tolist())
+
+
 def als_scores(kept: Arrays, x: Tensor) -> Tensor:
     """(B, items): the users' vectors are solved for what they had."""
-    return als_vectors(kept["items"], x, *kept["settings"].tolist()) @ kept["items"].T
+    return als_users(kept, x) @ kept["items"].T
 
 
 CLASSICS = {

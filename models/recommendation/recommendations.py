@@ -54,6 +54,13 @@ ROUNDING = 1e-4
 """Share of a user's largest score by which two ways to compute an MLP's scores may differ, with room."""
 
 
+Scored = tuple[np.ndarray, Any, Any]
+"""(n, items) scores, `slack` and `exact` of `Recommendations._top`."""
+DENSE = 1 << 25
+"""Weights of items among each other that are multiplied as a matrix, zeros included."""
+FEW = 32
+"""Fewer users are not worth that."""
+
 try:
     from isobatch.core.errors import UserError as RecommendationError
 except ImportError:  # a copy beside an exported model, where isobatch is not
@@ -62,11 +69,13 @@ except ImportError:  # a copy beside an exported model, where isobatch is not
         """What is asked cannot be answered."""
 
 
-def open_recommendations(folder: str | Path, by: str = BEST) -> Recommendations:
+def open_recommendations(
+    folder: str | Path, by: str = BEST, whole: Recommendations | None = None
+) -> Recommendations:
     """Lists by the `best` on the validation data, by the model, or by one of BASELINES.
 
     Where none was held out, the best is the model, or EASE where no network was trained. Raises
-    RecommendationError.
+    RecommendationError. `whole`: a blend that has read the folder, of which this is a part.
     """
     if by == BEST and not (Path(folder) / BASELINES_FILE).is_file():
         by = MODEL
@@ -76,8 +85,8 @@ def open_recommendations(folder: str | Path, by: str = BEST) -> Recommendations:
         with safe_open(Path(folder) / BASELINES_FILE, "numpy") as file:
             by = file.metadata()["best"]
     if by != MODEL:
-        return BaselineRecommendations(folder, by)
-    if (found := Recommendations(folder)).head == "none":
+        return BaselineRecommendations(folder, by, whole)
+    if (found := Recommendations(folder, whole)).head == "none":
         raise RecommendationError("--by model: this run trained none, and fitted the classics alone")
     return found
 
@@ -96,10 +105,15 @@ class Recommendations:
 
     by = MODEL
     """What ranks the items."""
+    _parts: Sequence[tuple[float, Recommendations]] = ()
+    """Of a blend: shares and what they are of, the largest first."""
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, whole: Recommendations | None = None) -> None:
         from safetensors.numpy import load_file
 
+        if whole is not None:
+            vars(self).update(vars(whole), by=MODEL)
+            return
         folder = Path(folder)
         self.arrays = load_file(folder / VECTORS_FILE)
         names = json.loads((folder / NAMES_FILE).read_text())
@@ -187,43 +201,89 @@ class Recommendations:
         whoever else is asked for with it.
         """
         step = max(1, BLOCK // len(self.items))
-        room = np.empty((min(step, len(users)), len(self.items)), self.arrays["items"].dtype)
+        rooms = 1 + len(self._parts), min(step, len(users)), len(self.items)
+        room = np.empty(rooms, self.arrays["items"].dtype)  # new memory takes as long as a product
         found = []
-        for some in (users[start : start + step] for start in range(0, len(users), step)):
-            taken = [self._had(n) + place * len(self.items) for place, n in enumerate(some)]
-            found.append(self._block(np.array(some), np.concatenate(taken), top, room[: len(some)]))
+        for start in range(0, len(users), step):
+            some = np.asarray(users[start : start + step])
+            owner, item = self._had_by(some)
+            scored = self._score(some, *room[:, : len(some)])
+            found.append(self._top(scored[0], owner * len(self.items) + item, top, *scored[1:]))
         items, scores = map(np.concatenate, zip(*found, strict=True))
         return items, scores
 
-    def _block(self, users: np.ndarray, taken: np.ndarray, top: int, room: np.ndarray) -> Any:
-        """`lists` of some users by number, who had `taken`. `room`: for (users, items) scores."""
-        return self._by_vectors(self.arrays["users"][users], taken, top, room)
+    def _score(self, users: np.ndarray, room: np.ndarray, *_: np.ndarray) -> Scored:
+        """Scores of users by number, which are put in `room` (users, items); a blend's parts have others."""
+        return self._by_vectors(self.arrays["users"][users], room)
 
-    def _by_vectors(self, u: np.ndarray, taken: np.ndarray, top: int, room: Any = None) -> Any:
-        """`lists` of (n, dim) users by vector.
+    def _standardized(self, users: np.ndarray, share: float, room: np.ndarray) -> Scored:
+        """`share` of `_score`, standardized, and the same for a user whoever else is asked for.
 
-        A product of matrices rounds as its shape has it, by at most dim * eps * |u| * |v|: the items that
-        this may move into a list are compared by what is computed for each alone.
+        Where scores are products, their moments are computed of the vectors: those of a block's scores
+        would differ with the block.
         """
+        if not self.has_vectors:
+            self._score(users, room)
+            room -= room.mean(1)[:, None]
+            deviation = np.sqrt(np.einsum("ui,ui->u", room, room) / len(self.items))
+            room *= (share / (deviation + TINY))[:, None]
+            return room, 0.0, lambda rows, items: room[rows, items]
+        items, covariance = self._centred
+        u = np.pad(self.vectors(users).astype(np.float64), ((0, 0), (0, 1)), constant_values=1)
+        variance = (np.matmul(u[:, None], covariance)[:, 0] * u).sum(1)
+        u *= share / (np.sqrt(variance)[:, None] + TINY)
+        return self._by_products(u, items, self._no_bias, room)
+
+    @property
+    def has_vectors(self) -> bool:
+        """Whether scores are products of vectors."""
+        return self.head == "dot"
+
+    def vectors(self, users: np.ndarray) -> np.ndarray:
+        """(n, dim) of users by number."""
+        return self.arrays["users"][users]
+
+    @cached_property
+    def _no_bias(self) -> np.ndarray:
+        return np.zeros_like(self.arrays["bias"])
+
+    @cached_property
+    def _centred(self) -> tuple[np.ndarray, np.ndarray]:
+        """Vectors of items, each with its bias, less their mean; their covariance."""
+        v = np.column_stack([self.arrays["items"], self.arrays["bias"]]).astype(np.float64)
+        v -= v.mean(0)
+        return v.astype(self.arrays["items"].dtype), v.T @ v / len(v)
+
+    def _by_vectors(self, u: np.ndarray, room: Any = None) -> Scored:
+        """Scores of (n, dim) users by vector."""
         v, bias = self.arrays["items"], self.arrays["bias"]
-        if self.head == "dot":
-            scores = np.matmul(u.astype(v.dtype), v.T, out=room)  # new memory takes as long again
-            scores += bias
-            size = np.linalg.norm(u, axis=1) * self._longest + np.abs(bias).max()
-            slack = (v.shape[1] + 3) * np.finfo(v.dtype).eps * size
-        else:
-            scores = np.stack([self._pairs(np.broadcast_to(one, v.shape), v) + bias for one in u])
-            slack = ROUNDING * np.abs(scores).max(1)
+        if self.has_vectors:
+            return self._by_products(u, v, bias, room)
+        scores = np.stack([self._pairs(np.broadcast_to(one, v.shape), v) + bias for one in u], out=room)
 
         def exact(rows: np.ndarray, items: np.ndarray) -> np.ndarray:
             found = self._pairs(u[rows].astype(np.float64), v[items].astype(np.float64)) + bias[items]
             return found.astype(np.float32)  # the same for the same pair of vectors, wherever it stands
 
-        return self._top(scores, taken, top, slack, exact)
+        return scores, ROUNDING * np.abs(scores).max(1), exact
 
-    @cached_property
-    def _longest(self) -> float:
-        return float(np.linalg.norm(self.arrays["items"], axis=1).max())
+    def _by_products(self, u: np.ndarray, v: np.ndarray, bias: np.ndarray, room: Any = None) -> Scored:
+        """Scores that are products of vectors and a bias.
+
+        A product of matrices rounds as its shape has it, by at most dim * eps * |u| * |v|: the items that
+        this may move into a list are compared by what is computed for each alone.
+        """
+        u = u.astype(v.dtype)
+        scores = np.matmul(u, v.T, out=room)
+        if bias.any():
+            scores += bias
+        size = np.linalg.norm(u, axis=1) * np.sqrt((v**2).sum(1).max()) + np.abs(bias).max()
+
+        def exact(rows: np.ndarray, items: np.ndarray) -> np.ndarray:
+            found = (u[rows].astype(np.float64) * v[items]).sum(1) + bias[items]
+            return found.astype(np.float32)  # the same for the same pair of vectors, wherever it stands
+
+        return scores, (v.shape[1] + 3) * np.finfo(v.dtype).eps * size, exact
 
     def for_items(
         self, items: Sequence[str], top: int, quantities: Sequence[float] | None = None
@@ -249,7 +309,8 @@ class Recommendations:
 
     def _lists_for(self, telling: np.ndarray, weights: np.ndarray, taken: np.ndarray, top: int) -> Any:
         """`lists` of one user who was not in training, by the different items that tell something of them."""
-        return self._by_vectors(self.new_user(telling, weights)[None], taken, top)
+        scores, *close = self._by_vectors(self.new_user(telling, weights)[None])
+        return self._top(scores, taken, top, *close)
 
     def scores_for(self, taken: np.ndarray, amounts: Any = 1.0) -> Any:
         """(items,) scores for a user who was not in training and took these different items, by number."""
@@ -406,8 +467,12 @@ class Recommendations:
 
     def _had(self, user: int) -> np.ndarray:
         """Numbers of the items that a user had, ascending."""
-        start, stop = self._starts[user : user + 2]
-        return self.arrays["had"][start:stop] - user * len(self.items)
+        return self._had_by(np.array([user]))[1]
+
+    def _had_by(self, users: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(place among `users`, item) of all that they had."""
+        owner, places = _spans(self._starts, users)
+        return owner, self.arrays["had"][places] - users[owner] * len(self.items)
 
     @cached_property
     def _starts(self) -> np.ndarray:
@@ -452,36 +517,83 @@ class BaselineRecommendations(Recommendations):
     that (ALS), or a blend of the standardized scores of two others.
     """
 
-    def __init__(self, folder: str | Path, by: str) -> None:
+    def __init__(self, folder: str | Path, by: str, whole: Recommendations | None = None) -> None:
         from safetensors import safe_open
 
-        super().__init__(folder)
+        super().__init__(folder, whole)
         self.by = by
         with safe_open(Path(folder) / BASELINES_FILE, "numpy") as file:
             names = [name for name in file.keys() if name.partition(".")[0] == by]  # noqa: SIM118  no mapping
             self._kept = {name.removeprefix(f"{by}."): file.get_tensor(name) for name in names}
         if not self._kept:
-            raise RecommendationError(
-                f"--by {by}: {BASELINES.get(by, by)} is not kept here: this data has no times, or nothing was"
-                " held out to choose a blend by"
-            )
-        self._parts: list[tuple[float, Recommendations]] = []
-        """Of a blend: shares and what they are of, the largest first."""
+            why = "nothing was held out to choose one by" if by == BLEND else "this data has no times"
+            raise RecommendationError(f"--by {by}: {BASELINES.get(by, by)} is not kept here: {why}")
         if by == BLEND:
             shares = sorted(((float(share[0]), name) for name, share in self._kept.items()), reverse=True)
-            self._parts = [(share, open_recommendations(folder, name)) for share, name in shares]
+            self._parts = [(share, open_recommendations(folder, name, self)) for share, name in shares]
         elif by == ALS:
-            self.arrays = {**self.arrays, "items": self._kept["items"]}
+            self.arrays = {**self.arrays, "items": self._kept["items"], "bias": self._no_bias}
         if not any(part.by == MODEL for _, part in self._parts):
-            self.described[:] = False
+            self.described = np.zeros_like(self.described)
 
     def scores(self, user: int) -> Any:
         if self._parts:
             return sum(share * standardized(part.scores(user)) for share, part in self._parts)
         return self.scores_for(self._had(user))
 
-    def _block(self, users: np.ndarray, taken: np.ndarray, top: int, room: np.ndarray) -> Any:
-        return self._top(np.stack([self.scores(n) for n in users.tolist()]), taken, top)
+    @property
+    def has_vectors(self) -> bool:
+        return self.by == ALS
+
+    def vectors(self, users: np.ndarray) -> np.ndarray:
+        if "users" in self._kept:
+            return self._kept["users"][users]
+        return np.stack([self.new_user(self._had(n)) for n in users.tolist()])
+
+    def _score(self, users: np.ndarray, room: np.ndarray, *rooms: np.ndarray) -> Scored:
+        if self.by == ALS:
+            return self._by_vectors(self.vectors(users), room)
+        if self.by in (POPULARITY, RECENT):
+            room[:] = counts = next(iter(self._kept.values())).astype(np.float64)
+            slack = 4 * np.finfo(room.dtype).eps * counts.max(initial=0)
+            return room, np.full(len(room), slack), lambda _, items: counts[items]
+        if not self._parts:
+            return self._sums(*self._had_by(users), room), 0.0, None
+        parts = zip(self._parts, rooms, strict=True)
+        found = [part._standardized(users, share, place) for (share, part), place in parts]  # noqa: SLF001
+        np.add(*rooms, out=room)
+        # No standardized score is above the root of how many there are.
+        slack = sum(slack for _, slack, _ in found) + 8 * np.finfo(room.dtype).eps * len(self.items) ** 0.5
+        return room, slack, lambda rows, items: sum(exact(rows, items) for *_, exact in found)
+
+    def _sums(self, owner: np.ndarray, item: np.ndarray, room: np.ndarray, amounts: Any = 1.0) -> np.ndarray:
+        """(n, items) sums of the weights of the items that (pairs,) owners had.
+
+        Exact in fp32, and so the same in any order: weights are multiples of 2**-24 of the largest sum.
+        """
+        targets, values, dense = self._weights
+        if dense is not None and len(room) >= FEW:
+            x = np.zeros((len(room), len(self.items)), room.dtype)
+            x[owner, item] = 1
+            return np.matmul(x, dense, out=room)
+        room.fill(0)
+        pair, places = _spans(self._kept["starts"], item)
+        amount = values[places] if np.ndim(amounts) == 0 else values[places] * amounts[pair]
+        np.add.at(room.reshape(-1), owner[pair] * len(self.items) + targets[places], amount)
+        return room
+
+    @cached_property
+    def _weights(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """(weights,) targets, and values; (items, items) both as a matrix, or None of many items."""
+        starts, items = self._kept["starts"], len(self.items)
+        targets, values = self._kept["targets"].astype(np.int64), self._kept["values"].astype(np.float64)
+        largest = np.bincount(targets, np.abs(values), items).max(initial=TINY)
+        grid = 2.0 ** (np.ceil(np.log2(largest)) - 24)
+        values, dense = (np.round(values / grid) * grid).astype(np.float32), None
+        if items**2 <= DENSE:
+            dense = np.zeros((items, items), np.float32)
+            np.add.at(dense, (_spans(starts, np.arange(items))[0], targets), values)
+        return targets, values, dense
 
     def _lists_for(self, telling: np.ndarray, weights: np.ndarray, taken: np.ndarray, top: int) -> Any:
         return self._top(self.scores_for(telling, weights)[None], taken, top)
@@ -495,12 +607,8 @@ class BaselineRecommendations(Recommendations):
         if self.by == ALS:
             user = self.new_user(taken, amounts * np.ones(len(taken), np.float32))
             return (self._kept["items"] * user).sum(1)  # the same for equal vectors
-        starts = self._kept["starts"]
-        rows = [np.arange(starts[n], starts[n + 1]) for n in taken]
-        places = np.concatenate([np.arange(0), *rows])
-        targets, weights = (self._kept[name][places] for name in ("targets", "values"))
-        counts = np.repeat(amounts * np.ones(len(taken)), [*map(len, rows)])
-        return np.bincount(targets, weights * counts, len(self.items))
+        room = np.empty((1, len(self.items)), np.float32)
+        return self._sums(np.zeros(len(taken), np.int64), taken, room, amounts)[0]
 
     def new_user(self, taken: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
         """(dim,) the vector of ALS of a user who took these items: `als_vectors` of the project."""
@@ -547,6 +655,13 @@ def _candidates(scores: np.ndarray, top: int, slack: Any) -> tuple[np.ndarray, n
     item = group[:, None] + starts
     kept, stripe = np.nonzero((scores[row[:, None], item] >= least[row]) & (item >= firsts))
     return row[kept], item[kept, stripe]
+
+
+def _spans(starts: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(place among `rows`, position) of what lies from starts[row] to starts[row + 1], row by row."""
+    counts = starts[rows + 1] - starts[rows]
+    owner = np.repeat(np.arange(len(rows)), counts)
+    return owner, np.arange(len(owner)) + (starts[rows] + counts - counts.cumsum())[owner]
 
 
 def _as_known(name: str, known: Container[str]) -> str:

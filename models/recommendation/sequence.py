@@ -6,24 +6,15 @@ whose next item is scored, M items, d = dim.
 
 from __future__ import annotations
 
-import json
-import logging
-import warnings
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, relu, scaled_dot_product_attention
 
-from isobatch.core.errors import ExportError
-from isobatch.core.extras import need
 from isobatch.models.recommendation.network import ID_INIT_STD, RecommenderNet
-from isobatch.models.recommendation.recommendations import CONFIG_FILE, VECTORS_FILE
 
 if TYPE_CHECKING:
-    from isobatch.models.protocols import Batches
     from isobatch.models.recommendation.catalogue import Catalogue
     from isobatch.models.recommendation.text_encoder import TextEncoder
 
@@ -31,8 +22,6 @@ USERS_AT_ONCE = 1024
 """Users whose vectors are computed together."""
 INIT_STD = 0.02
 """Standard deviation of the initial ids and positions."""
-TOLERANCE = 1e-3
-"""Largest difference of a score in an ONNX file, of the largest score where that is above 1."""
 WIDENING = 4
 """The MLP of a block is so many times as wide as an item's vector."""
 
@@ -133,64 +122,3 @@ class SequenceNet(RecommenderNet):
         users, items = (torch.arange(len(t), device=device) for t in (self.user_text, self.item_text))
         found = [self.vectors(part, items[:0])[0] for part in users.split(USERS_AT_ONCE)]
         return torch.cat(found), self.item_vectors(items)
-
-
-class ScoresOfItems(nn.Module):
-    """The model of sequences in a folder `final`."""
-
-    def __init__(self, final: Path) -> None:
-        from safetensors.torch import load_file
-
-        super().__init__()
-        arrays, prefix = load_file(final / VECTORS_FILE), "sequence."
-        weights = {k.removeprefix(prefix): v for k, v in arrays.items() if k.startswith(prefix)}
-        blocks = len({name.split(".")[1] for name in weights if name.startswith("blocks.")})
-        heads = json.loads((final / CONFIG_FILE).read_text())["attention_heads"]
-        longest, dim = weights["positions.weight"].shape
-        self.sequence = SequenceEncoder(longest, dim, blocks, heads, 0.0)
-        self.sequence.load_state_dict(weights)
-        self.items, self.bias = nn.Buffer(arrays["items"]), nn.Buffer(arrays["bias"])
-
-    def forward(self, items: Tensor, length: Tensor) -> Tensor:
-        """(B, I) scores for (B, T) numbers of items in time, at most --max-length, `length` (B,) of each."""
-        states = self.sequence(self.items[items])
-        last = (length - 1).clamp_min(0)[:, None, None].expand(-1, 1, states.shape[-1])
-        known = (length > 0)[:, None]
-        return (states.gather(1, last)[:, 0] * known) @ self.items.T + self.bias
-
-
-def export_onnx(final: Path, folder: Path, net: Any, batches: Batches) -> dict[str, Any]:
-    """Write the file, and the names of the items; largest difference to torch over the held-out users.
-
-    `net`: a SequenceNet of the same data, for the items of users. Raises UserError and ExportError.
-    """
-    from isobatch.models.encoder.evaluation import onnx_session
-    from isobatch.models.encoder.export import ONNX_FILES
-
-    need("onnxscript", "an ONNX file")
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it misses torchvision
-    model, dynamic = ScoresOfItems(final).eval(), torch.export.Dim.DYNAMIC
-    example = torch.ones(2, min(4, model.sequence.longest), dtype=torch.int64), torch.tensor([2, 1])
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # PyTorch's, of its own code
-        program = torch.onnx.export(
-            model,
-            example,
-            dynamo=True,
-            verbose=False,
-            input_names=["items", "length"],
-            output_names=["scores"],
-            dynamic_shapes=({0: dynamic, 1: dynamic}, {0: dynamic}),
-        )
-        assert program is not None, "dynamo gives a program"
-        program.save(folder / ONNX_FILES["onnx"])
-        session, rows, worst = onnx_session(folder / ONNX_FILES["onnx"], threads=1), 0, 0.0
-        for batch in batches():
-            items, length = net.windows(batch["user"].long(), batch["inputs"])
-            trained = model(items, length).numpy()
-            (found,) = session.run(None, {"items": items.numpy(), "length": length.numpy()})
-            off = abs(trained - found).max() / max(1.0, abs(trained).max())
-            rows, worst = rows + len(items), float(np.maximum(worst, off))  # NaN stays
-    if not worst <= TOLERANCE:
-        raise ExportError(f"--to onnx: scores differ by {worst:.2g} of the largest, at most {TOLERANCE:g}")
-    return {"max_logit_difference": worst, "samples": rows}

@@ -23,7 +23,15 @@ from isobatch.models.causal_lm import model_sizes
 from isobatch.models.causal_lm.model_sizes import PRESETS
 from isobatch.models.model_card import ModelDescription, usage_lines
 from isobatch.models.recommendation import model_size, recommendations
-from isobatch.models.recommendation.recommendations import BASELINES, BASELINES_FILE, BEST, EASE, MODEL
+from isobatch.models.recommendation.recommendations import (
+    ALS,
+    BASELINES,
+    BASELINES_FILE,
+    BEST,
+    EASE,
+    MODEL,
+    POPULARITY,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -98,7 +106,7 @@ class Recommender(Task):
     Options: ClassVar = RecommenderOptions
     data: ClassVar = "data.interactions.dataset:Interactions"
     measured_files: ClassVar = (BASELINES_FILE,)
-    exports: ClassVar = ("onnx",)
+    exports: ClassVar = ("onnx", "vectors", "vectors-als")
     set_beside: ClassVar = (*(f"full_{one}" for one in BASELINES), "full", *BASELINES)
     defaults: ClassVar = {
         **{"model": "small", "batch_size": 2048, "max_length": 64},
@@ -111,7 +119,7 @@ class Recommender(Task):
             "samples": "sequences",
             "text": "off",
             **{"batch_size": 256, "max_length": 50, "negatives": 256},
-            **{"dropout": 0.3, "lr": 2e-3, "epochs": [60]},
+            **{"dropout": 0.3, "lr": 2e-3, "epochs": [60], "least_steps": 1000},
         },
         "ids": {  # Rendle et al. 2020: a product of vectors, logistic loss, regularized, wide
             "text": "off",
@@ -132,7 +140,8 @@ class Recommender(Task):
         self.cohort = options.cohort or 1
         self.in_sequences = recipe.options.get("samples") == "sequences"
         # Among all items: the sampled one may order models otherwise (Krichene and Rendle 2020).
-        self.monitor = (f"full_ndcg@{options.top_k}", "max")
+        ranks = "" if self._has_network else f"{POPULARITY}_"  # the classics are fitted at the end
+        self.monitor = (f"full_{ranks}ndcg@{options.top_k}", "max")
 
     def phases(self) -> list[Phase]:
         if not self._has_network:
@@ -323,6 +332,8 @@ class Recommender(Task):
     def metrics(self, parts: Mapping[str, Any], split: str, facts: Facts) -> dict[str, Any]:
         found: dict[str, Any] = super().metrics(parts, split, facts)
         del found["loss"]
+        if not self._has_network:
+            found = {name: value for name, value in found.items() if POPULARITY in name}
         untaken = facts.extra.get("untaken", 0)
         some = f" of {facts.extra['items']:,} items, {untaken:,} taken by nobody" if untaken else ""
         return {**found, "protocol": f"{facts.extra['protocol']}{some}"}
@@ -411,9 +422,13 @@ class Recommender(Task):
         self, kind: str, final: Path, folder: Path, facts: Facts, batches: Callable[..., Iterable[Batch]]
     ) -> Mapping[str, Any]:
         """onnx: a model of sequences, beside the names of its items. See `models/protocols.py::Exports`."""
+        if kind != "onnx":
+            from isobatch.models.recommendation.exports import export_vectors
+
+            return export_vectors(final, folder, ALS if kind.endswith(ALS) else MODEL)
         if not self.in_sequences:
             raise UserError(f"--to {kind}: is for --preset sequence: vectors lie in {final} as they are")
-        from isobatch.models.recommendation.sequence import export_onnx
+        from isobatch.models.recommendation.exports import export_onnx
 
         shutil.copy(final / recommendations.NAMES_FILE, folder)
         return export_onnx(final, folder, self.build_model(facts), batches)

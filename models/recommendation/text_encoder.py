@@ -169,7 +169,8 @@ class TextEncoder(nn.Module):
 
     def _prefix_identity(self, num_prefix_blocks: int) -> str:
         """Hash of texts, frozen weights, block and precision: all that the prefix depends on."""
-        of_the_rest = repr((num_prefix_blocks, torch.is_autocast_enabled("cpu")))
+        kind = next(self.net.parameters()).device.type
+        of_the_rest = repr((num_prefix_blocks, torch.is_autocast_enabled(kind)))
         texts = self.tokens.numpy().tobytes() + self.starts.numpy().tobytes()
         digest = hashlib.blake2b(of_the_rest.encode() + texts, digest_size=12)
         for name, p in sorted(self.net.named_parameters()):

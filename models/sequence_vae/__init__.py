@@ -2,11 +2,5 @@
 
 from isobatch.models.workloads import Workload
 
-WORKLOADS = (
-    Workload(
-        "sequence-vae",
-        "task:SequenceVAE",
-        "a variational autoencoder over sequences, watched for posterior collapse",
-        place=60,
-    ),
-)
+SUMMARY = "a variational autoencoder over sequences, watched for posterior collapse"
+WORKLOADS = (Workload("sequence-vae", "task:SequenceVAE", SUMMARY, place=60),)

@@ -175,13 +175,12 @@ class SequenceVAE(Task):
     def check(self) -> None:
         options, longest = self.options, self.recipe.max_length
         on_collapse = options.on_collapse
-        refuse(
-            {
-                f"--max-length {longest}: a row needs a token and the end token": longest < 2,
-                f"--on-collapse {on_collapse}: the monitor is off: leave --monitor out": on_collapse != "warn"
-                and options.monitor == "off",
-            }
-        )
+        wrong = {
+            f"--max-length {longest}: a row needs a token and the end token": longest < 2,
+            f"--on-collapse {on_collapse}: the monitor is off: leave --monitor out": on_collapse != "warn"
+            and options.monitor == "off",
+        }
+        refuse(wrong)
 
     def build_model(self, facts: Facts) -> nn.Module:
         from isobatch.models.sequence_vae import network

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
+import torch
 
 from isobatch.core.package import own_command
 from isobatch.engine.runs.ledger import read_ledger
@@ -35,7 +36,8 @@ def launch(
 ) -> subprocess.CompletedProcess[str]:
     """`isobatch WORDS` in a folder, to its end."""
     variables = {**os.environ, **environment}
-    if (warm := _zygote()).serves(variables):
+    # A fork has no GPU where libraries asked for one before it.
+    if not torch.cuda.is_available() and (warm := _zygote()).serves(variables):
         return warm.run(words, cwd, variables, timeout)
     return command(own_command(*words), cwd, timeout, **environment)
 

@@ -199,6 +199,21 @@ def test_lists_and_figures_are_those_of_the_file_that_is_kept(by: str, tmp_path:
     assert [lists.items[n] for n in items[3] if n >= 0] == listed
 
 
+def test_vectors_of_users_are_kept_where_the_best_ranks_by_them(tmp_path: Path) -> None:
+    model, _ = write_model(tmp_path)
+    kept, _ = baselines._read(tmp_path)  # noqa: SLF001
+    solved = every(open_recommendations(tmp_path, "als"))
+    for best in ("als", "ease"):
+        kept["als"].pop("users", None)
+        baselines._write(tmp_path, model, kept, best)  # noqa: SLF001
+        assert ("als.users" in load_file(tmp_path / baselines.BASELINES_FILE)) == (best == "als")
+        lists = open_recommendations(tmp_path, "als")
+        found, scores = lists.lists(range(USERS), 3)
+        there = found >= 0
+        rows = np.nonzero(there)[0]
+        np.testing.assert_allclose(scores[there], solved[rows, found[there]], rtol=1e-3, atol=1e-5)
+
+
 def test_what_an_item_is_like_is_told_by_weights(tmp_path: Path) -> None:
     model, _ = write_model(tmp_path)
     x = interactions(model)
@@ -218,8 +233,8 @@ def test_what_is_not_kept_is_refused_in_one_line(tmp_path: Path) -> None:
     model, _ = write_model(tmp_path)
     model.recent = torch.zeros(0, ITEMS)
     baselines.fit_unmeasured(model, tmp_path)
-    for by in ("recent", "blend"):
-        with pytest.raises(UserError, match=f"--by {by}: .* is not kept here"):
+    for by, why in {"recent": "this data has no times", "blend": "nothing was held out"}.items():
+        with pytest.raises(UserError, match=f"--by {by}: .* is not kept here: {why}"):
             recommender().open_lists(tmp_path, by)
 
 

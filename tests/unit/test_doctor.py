@@ -14,8 +14,7 @@ from isobatch.core.package import own_command
 from isobatch.engine.machine.detect import make_gpu
 from isobatch.engine.machine.hardware import Hardware
 from isobatch.launch.doctor import machine, probes, run_checks
-from isobatch.launch.doctor.check import Check, broken, ok, warning
-from isobatch.launch.doctor.probes import Probe
+from isobatch.launch.doctor.probes import Check, Probe, broken, ok, warning
 from isobatch.tests.integration.helpers import command
 
 if TYPE_CHECKING:

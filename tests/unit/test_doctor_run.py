@@ -17,7 +17,7 @@ from isobatch.tests.unit.test_slurm_commands import make_run
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from isobatch.launch.doctor.check import Check
+    from isobatch.launch.doctor.probes import Check
     from isobatch.tests.unit.fake_slurm import Say
 
 HERE = {"code": "read (mine.py:7)", "waiting": "", "still_seconds": 400.0, "silent_seconds": 0.0}

@@ -68,6 +68,7 @@ REFUSED = [
     ("--limit_val_batches few", "has no meaning here"),
     ("--val_check_interval", "needs a value"),
     ("--fsdp full_shard", "fsdp2"),
+    ("--all", "`recommend RUN --out FILE` gives the lists of all users"),
     ("--freeze_gpt2", "--freeze-gpt2: auto --task causal-lm has no such flag"),
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from typing import TYPE_CHECKING
 
 import pytest
@@ -164,6 +165,40 @@ def test_gpus_are_those_that_torch_sees(tmp_path: Path) -> None:
     assert (t4.mobile, t4.native_bf16) == (False, False)
     assert (part.memory_bytes, part.card) == (10 * GIB, None)
     assert [gpu.supported for gpu in (laptop, t4, part)] == [True, True, False]
+
+
+TORCH = """
+class Card:
+    name, total_memory, major, minor, gcnArchName = {card!r}, 1 << 30, {major}, 0, {chip!r}
+
+class cuda:
+    init = lambda: None
+    device_count = lambda: 1
+    get_device_properties = lambda _: Card
+    get_arch_list = lambda: {built!r}
+
+class version:
+    cuda, hip = {cuda!r}, {hip!r}
+"""
+
+
+@pytest.mark.parametrize(
+    ("card", "major", "chip", "built", "cuda", "hip"),
+    [
+        ("NVIDIA H200", 9, "NVIDIA H200", ["sm_80", "sm_90"], "13.0", None),
+        ("AMD Instinct MI300X", 9, "gfx942:sramecc+:xnack-", ["gfx90a", "gfx942"], None, "6.4"),
+    ],
+)
+def test_the_probe_asks_for_the_chip_of_amd_alone(
+    tmp_path: Path, card: str, major: int, chip: str, built: list[str], cuda: str | None, hip: str | None
+) -> None:
+    """torch's `gcnArchName` is the chip under ROCm, and the name of the card under CUDA."""
+    (tmp_path / "torch.py").write_text(TORCH.format(card=card, major=major, chip=chip, built=built, cuda=cuda, hip=hip))
+    execute = lambda words: subprocess.run(  # noqa: E731
+        words, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=True
+    ).stdout
+    (gpu,) = detect.detect_gpus({}, execute, fixture(tmp_path / "root", **{"dev/nvidia0": ""}))
+    assert (gpu.name, gpu.supported) == (card, True)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 
 from isobatch.core.errors import UserError
 from isobatch.core.recipe import Recipe
+from isobatch.data.interactions import log_splits
 from isobatch.data.interactions.dataset import InteractionOptions, Interactions
 from isobatch.data.interactions.formats import read_tables
 from isobatch.data.interactions.log_splits import Numbering, read_log
@@ -161,8 +162,15 @@ REFUSED: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
     "two logs": (
         {"interactions.csv": LOG, "ratings.csv": "user,item,rating\n1,2,3\n"},
         {},
-        "same split.*keep one",
+        "same split.*keep one, or give both the same columns",
     ),
+    "a day without a header": ({"1.csv": LOG, "2.csv": "a3,b3,7\na4,b4,8\n"}, {}, "the same columns"),
+    "an empty day": ({"1.csv": LOG, "2.csv": "\n"}, {}, "2.csv: is empty: leave it out"),
+    "a day of a header": ({"1.csv": LOG, "2.csv": "user,item,time\n"}, {}, "2.csv: .*: leave it out"),
+    "ISO-8859-1": ({"log.csv": LOG + "\u00e9,b3,7\n"}, {}, "is not UTF-8: save it as such"),
+    "no end of time": ({"log.csv": LOG + "a3,b3,inf\n"}, {}, "row 3: has no time"),
+    "half a Parquet file": ({"log.parquet": "PAR1"}, {}, "is no whole parquet file: .*: fetch it again"),
+    "twins": ({"log.csv": "user,item,item\na,b,c\n"}, {}, "two columns .* --item-column 1"),
     "two kinds": ({"1.csv": LOG, "2.tsv": LOG}, {}, "holds csv and tsv files: choose with --format"),
     "blank user": ({"log.csv": LOG + "  ,b3,7\n"}, {}, "row 3: has no user"),
     "words as times": (
@@ -180,7 +188,11 @@ REFUSED: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
         {},
         "no column user.*--user-column says which",
     ),
-    "many columns": ({"log.txt": "1 2 3 4 5\n2 3 4 5 6\n"}, {}, "no column user.*a number takes a column"),
+    "many columns": (
+        {"log.txt": "1 2 3 4 5\n2 3 4 5 6\n"},
+        {},
+        "--format sequences.*a number takes a column",
+    ),
     "a torn row": ({"log.txt": "1 2 5\n2 3 5\n2 4\n3 4 1\n"}, {}, "no column user"),
     "a torn line below": ({"log.txt": "1 2 5\n" * 150 + "1 2\n"}, {}, "log.txt line 151: has 2 fields"),
     "prose": ({"log.txt": "It was so.\nAnd it went on and on.\nThen 3 came.\n"}, {}, "no column user"),
@@ -197,8 +209,8 @@ REFUSED: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
 def test_what_is_ambiguous_is_refused_in_a_line(case: str, tmp_path: Path) -> None:
     files, options, message = REFUSED[case]
     for name, content in files.items():
-        packed = gzip.compress(content.encode())[:-9]
-        (tmp_path / name).write_bytes(packed if name.endswith(".gz") else content.encode())
+        plain = content.encode("latin-1")
+        (tmp_path / name).write_bytes(gzip.compress(plain)[:-9] if name.endswith(".gz") else plain)
     with pytest.raises(UserError, match=message) as caught:
         log_of(opened(tmp_path, **options)[0])
     assert "\n" not in str(caught.value)
@@ -254,3 +266,18 @@ def test_an_unknown_format_is_answered_with_the_known_ones(tmp_path: Path) -> No
     recipe = Recipe(task="recommender", data=str(tmp_path), format="lines")
     with pytest.raises(UserError, match=re.escape("csv, tsv, parquet, txt, sequences")):
         Interactions(recipe, InteractionOptions()).check()
+
+
+def test_ratings_of_movielens_without_the_texts_are_read_by_their_name(tmp_path: Path) -> None:
+    (file := tmp_path / "ratings.dat").write_text("1::10::5::100\n2::20::3::200\n")
+    said = re.escape(f"there is no users.dat; --data {file} reads the interactions alone")
+    with pytest.raises(UserError, match=said):
+        Interactions(Recipe(task="recommender", data=str(tmp_path)), InteractionOptions()).check()
+    assert log_of(opened(file)[0]) == [("1", "10", 5.0, 100), ("2", "20", 3.0, 200)]
+
+
+def test_a_note_on_texts_that_are_missing_names_those_there_are() -> None:
+    (with_others,) = log_splits.join_notes("items", ["1", "2", "3"], ["1", "x"])
+    (without,) = log_splits.join_notes("items", ["1", "2", "3"], ["1"])
+    assert with_others.endswith("ids such as 2, 3 are not, and the table has x")
+    assert without.endswith("ids such as 2, 3 are not")

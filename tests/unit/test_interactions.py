@@ -229,6 +229,7 @@ def test_the_demo_is_the_same_everywhere_and_its_words_tell_of_tastes() -> None:
 
 LOG = "interactions.csv"
 ALL_TAKEN = "user,item\n" + "".join(f"{user},{item}\n" for user in "ab" for item in "xyz")
+ONE_EACH = "user,item\n1,2\n2,3\n"
 REFUSED: list[tuple[Callable[[Path], Path], str, str, dict[str, Any], str]] = [
     (ml_1m, "ratings.dat", "1::10::5::100\n1::20::3\n1::30::4::200\n", {}, "ratings.dat line 2: "),
     (ml_1m, "ratings.dat", "1::10::5::1\n1::20::3::4\nx::30::4::2\n", {}, "ratings.dat line 3: .*'x'"),
@@ -238,7 +239,9 @@ REFUSED: list[tuple[Callable[[Path], Path], str, str, dict[str, Any], str]] = [
     (ncf, "x.test.negative", "(0,2)\t3\t4\n(5,2)\t1\t4\n", {}, "its rows are not those of the test file"),
     (tables, "interactions.csv", "user,item\n1,2\n1,3\n", {"split": "time"}, "--split time: .* no times"),
     (ncf, "", "", {"split": "time"}, "--split time: .* is split already"),
-    (tables, LOG, "user,item\n1,2\n2,3\n", {}, "leave-one-out: nothing .* no user has enough interactions"),
+    (tables, "", "", {"split": "given"}, "has no train file: name them train, valid and test"),
+    (tables, LOG, ONE_EACH, {"split": "none", "samples": "sequences"}, "two items .*--preset classics"),
+    (tables, LOG, ONE_EACH, {}, "leave-one-out: nothing .* no user has enough interactions"),
     (tables, LOG, "user,item\n1,2\n1,3\n2,4\n2,5\n", {"split": "users"}, "--split users: nothing"),
     (tables, LOG, "user,item,time\n1,2,7\n1,3,7\n2,3,7\n", {"split": "time"}, "all are at one time"),
     (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +61,7 @@ open_lists = recommender().open_lists
 MANY = 800
 
 
-def write_twins(folder: Path, by: str) -> Recommendations:
+def write_twins(folder: Path, by: str, *blend: str) -> Recommendations:
     """MANY items, each of the first 400 with the vector and weights of the one 400 behind it."""
     write_model(folder)
     draws, names = np.random.default_rng(2), [f"i{n}" for n in range(MANY)]
@@ -87,23 +88,36 @@ def write_twins(folder: Path, by: str) -> Recommendations:
         kept[f"{name}.values"] = np.concatenate(weights).astype(np.float16)
     kept |= {"recent.counts": kept["popularity"] + 1, "als.items": as_float["items"]}
     kept |= {"als.settings": np.array([0.1, 0.1], np.float32)}
-    kept |= {f"blend.{name}": np.array([0.5], np.float32) for name in ("knn", "ease")}
+    kept |= {f"blend.{name}": np.array([0.5], np.float32) for name in blend}
     save_file(kept, folder / "baselines.safetensors")
     return open_recommendations(folder, by if by in BASELINES else "model")
 
 
-@pytest.mark.parametrize("by", ["dot", "mlp", "neumf", *BASELINES])
+@pytest.mark.parametrize(
+    ("by", "blend"),
+    [
+        *((by, ()) for by in ("dot", "mlp", "neumf", *BASELINES) if by != "blend"),
+        *(
+            ("blend", pair)
+            for pair in itertools.combinations(("model", *BASELINES), 2)
+            if "blend" not in pair
+        ),
+    ],
+)
 def test_a_list_is_the_same_however_it_is_asked_for_and_of_equal_items_the_first_is_first(
-    by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    by: str, blend: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lists, top = write_twins(tmp_path, by), 6
-    monkeypatch.setattr(recommendations, "BLOCK", 7 * MANY)  # blocks of seven users, and a rest
+    lists, top = write_twins(tmp_path, by, *blend), 6
+    # Blocks of seven users, by a matrix of weights, and a rest, whose weights are added one by one.
+    for name, value in {"BLOCK": 7 * MANY, "FEW": 7, "DENSE": MANY**2}.items():
+        monkeypatch.setattr(recommendations, name, value)
     found, scores = lists.lists(range(USERS), top)
     for user in range(USERS):
         had = {int(key) - user * MANY for key in lists.arrays["had"] if key // MANY == user}
         listed = found[user].tolist()
         assert names(lists.recommend(f"u{user}", top)) == [f"i{n}" for n in listed]
-        assert listed == lists.lists([3, user], top)[0][1].tolist()
+        both = lists.lists([3, user], top)
+        assert (listed, scores[user].tolist()) == (both[0][1].tolist(), both[1][1].tolist())
         rank = [(-score, n) for score, n in zip(scores[user].tolist(), listed, strict=True)]
         assert rank == sorted(rank)
         left = np.delete(lists.scores(user), [*had])
@@ -134,11 +148,28 @@ def test_guests_have_the_lists_of_what_they_took_and_quantities_weigh_it(
     assert more > even
     with pytest.raises(UserError, match=r"d.csv line 2: quantity -1: leave out rows"):
         asked("d.csv", "user,item,quantity\ng,i1,-1\n")
-    with pytest.raises(UserError, match="has no column user_id"):
-        asked("e.csv", "shopper,item\ng,i1\n")
+    for columns in ("shopper,item", "user,thing", "u,i"):
+        with pytest.raises(UserError, match=r"has no column .*a user and an item are needed: name them"):
+            asked("e.csv", f"{columns}\ng,i1\n")
     (tmp_path / "basket.csv").write_text("item_id\ni1\nnew\ni2\n")
     assert answer(lists, RecommendOptions(items=str(tmp_path / "basket.csv"), top=4, json=True), []) == 0
     assert json.loads(capsys.readouterr().out)["items"] == one["items"]
+
+
+def test_guests_of_whom_nothing_is_known_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lists = write_model(tmp_path)
+    guests = [{"items": ["i1"]}, {"items": []}, {"items": ["new"]}, {"items": ["i2"]}]
+    (file := tmp_path / "g.jsonl").write_text("\n".join(map(json.dumps, guests)))
+    for out in (None, str(tmp_path / "lists.csv")):
+        answer(lists, RecommendOptions(guests=str(file), out=out), [])
+        said = capsys.readouterr().err
+        assert "2 of 4 users have no known item, and get no list" in said
+        assert "--with-seen" not in said
+    file.write_text("\n".join(map(json.dumps, guests[1:3])))
+    with pytest.raises(UserError, match="training data: new; --guests: 2 of 2 users have no known item"):
+        answer(lists, RecommendOptions(guests=str(file)), [])
 
 
 def test_columns_of_a_table_say_what_is_offered(tmp_path: Path) -> None:
@@ -149,8 +180,9 @@ def test_columns_of_a_table_say_what_is_offered(tmp_path: Path) -> None:
         ("stock > 0", None): {"i4", "i7"},
         ("stock > 0 and price <= 20", None): {"i4"},
         ("category == 'tea' or price == 30", None): {"i5", "i6", "i7"},
-        (None, "wine,tea"): {"i7"},
+        (None, "wine, tea"): {"i7"},
         ("price < 9", "tea"): {"i4"},
+        ("price < 9 or stock == 9", "tea"): {"i4", "i7"},
     }.items():
         lists = open_lists(tmp_path)
         choose(lists, only=str(table), where=flags[0], without_category=flags[1])
@@ -163,6 +195,12 @@ def test_columns_of_a_table_say_what_is_offered(tmp_path: Path) -> None:
     }.items():
         with pytest.raises(UserError, match=said):
             choose(lists, only=str(table), where=where)
+    for category, said in {
+        "Wine": r"Wine: no row of .* \(did you mean wine\?\)",
+        "tea,beer": "beer: .*; there is: wine, tea",
+    }.items():
+        with pytest.raises(UserError, match=f"--without-category {said}"):
+            choose(lists, only=str(table), without_category=category)
     with pytest.raises(UserError, match="are about a table: name it"):
         choose(lists, only="i4", without_category="wine")
 

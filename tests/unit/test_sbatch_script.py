@@ -15,7 +15,7 @@ from isobatch.core.errors import UserError
 from isobatch.core.facts import Facts
 from isobatch.core.package import ROOT, own_command
 from isobatch.engine.runs.run_folder import RunFolder
-from isobatch.launch.clusters.slurm import client, options, sbatch_script
+from isobatch.launch.clusters.slurm import client, command, options
 from isobatch.launch.clusters.slurm.legs import JobRequest
 from isobatch.launch.clusters.slurm.options import SlurmOptions, join_sbatch_value, step_words
 from isobatch.launch.clusters.slurm.step import srun_command
@@ -24,7 +24,7 @@ from isobatch.launch.local.arguments import split_words
 PRINTABLE = st.text(st.characters(exclude_categories=["C", "Z"], include_characters=" "), min_size=1)
 
 
-def script(**changes: object) -> sbatch_script.JobScript:
+def script(**changes: object) -> command.JobScript:
     values: dict[str, object] = {
         "name": "r",
         "runs": {0: Path("/shared/runs/r")},
@@ -35,7 +35,7 @@ def script(**changes: object) -> sbatch_script.JobScript:
         "cpus": 16,
         "start_folder": Path("/home/some one"),
     }
-    return sbatch_script.JobScript(**{**values, **changes})  # type: ignore[arg-type]
+    return command.JobScript(**{**values, **changes})  # type: ignore[arg-type]
 
 
 def as_sbatch_reads(line: str) -> list[str]:
@@ -62,7 +62,7 @@ def as_sbatch_reads(line: str) -> list[str]:
 
 
 def test_what_a_cluster_person_looks_for() -> None:
-    lines = sbatch_script.render(script(gpus=8, extra_options=(("partition", "gpu"),))).splitlines()
+    lines = command.render(script(gpus=8, extra_options=(("partition", "gpu"),))).splitlines()
     assert lines[0] == "#!/bin/bash"
     for wanted in (
         "--nodes=2",
@@ -85,18 +85,18 @@ def test_what_a_cluster_person_looks_for() -> None:
 
 @given(PRINTABLE)
 def test_every_word_reaches_sbatch_as_it_is(word: str) -> None:
-    line = f"#SBATCH {sbatch_script.sbatch_word(f'--x={word}')} -n"
+    line = f"#SBATCH {command.sbatch_word(f'--x={word}')} -n"
     assert as_sbatch_reads(line) == [f"--x={word}", "-n"]
 
 
 @given(PRINTABLE, st.text(string.printable, min_size=1))
 def test_no_name_adds_a_line_or_an_option(name: str, rest: str) -> None:
     try:
-        text = sbatch_script.render(script(name=name + rest))
+        text = command.render(script(name=name + rest))
     except UserError:
         assert not all(c.isprintable() for c in name + rest) or len(name + rest) > 400
         return
-    ours = sbatch_script.render(script()).splitlines()
+    ours = command.render(script()).splitlines()
     lines = text.splitlines()
     assert as_sbatch_reads(lines[1]) == [f"--job-name={name}{rest}"]
     assert lines[2:] == ours[2:]
@@ -110,7 +110,7 @@ def test_no_name_adds_a_line_or_an_option(name: str, rest: str) -> None:
 def test_paths_reach_bash_as_they_are(name: str) -> None:
     folder = Path("/shared") / name
     try:
-        text = sbatch_script.render(
+        text = command.render(
             script(runs={0: folder}, folder=folder / "slurm", setup=folder / "s.sh", start_folder=folder)
         )
     except UserError:
@@ -128,7 +128,7 @@ def test_paths_reach_bash_as_they_are(name: str) -> None:
 def test_bash_runs_the_script_of_hostile_paths(tmp_path: Path) -> None:
     folder = tmp_path / 'it\'s $(touch pwned) "`touch pwned`" ; touch pwned'
     folder.mkdir()
-    text = sbatch_script.render(
+    text = command.render(
         script(runs={3: folder, 4: Path("/x")}, array="3,4", folder=folder, start_folder=folder)
     )
     text = text.replace("exec ", "printf %s ").replace(" -P -m isobatch job ", " ")
@@ -147,13 +147,13 @@ def test_control_characters_are_refused(bad: str) -> None:
         {"raw_options": (bad,)},
     ):
         with pytest.raises(UserError, match="control character"):
-            sbatch_script.render(script(**change))
+            command.render(script(**change))
 
 
 def test_no_secret_of_the_environment_is_in_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("WANDB_API_KEY", "wandb_secret")
-    assert "secret" not in sbatch_script.render(script())
+    assert "secret" not in command.render(script())
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_options_that_are_set_already_are_refused(flag: str, text: str) -> None:
 
 def test_other_options_are_passed_on() -> None:
     raw = options.option_words("--sbatch", "--exclusive --comment='a b'")
-    assert '#SBATCH --exclusive "--comment=a b"' in sbatch_script.render(script(raw_options=raw))
+    assert '#SBATCH --exclusive "--comment=a b"' in command.render(script(raw_options=raw))
     joined = join_sbatch_value(["--sbatch", "--exclusive --x", "--nodes", "2"])
     assert split_words(joined)[1]["sbatch"] == "--exclusive --x"
     for bad in ("date", "'", ""):
@@ -191,7 +191,7 @@ def bash(text: str, folder: Path, **variables: str) -> subprocess.CompletedProce
 
 def test_what_a_node_does_not_see_is_the_first_line_of_its_output(tmp_path: Path) -> None:
     run, python = tmp_path / "it's a run", own_command()[0]
-    text = sbatch_script.render(script(runs={0: run}, start_folder=tmp_path))
+    text = command.render(script(runs={0: run}, start_folder=tmp_path))
     done = bash(text, tmp_path, SLURMD_NODENAME="n7")
     assert done.returncode == 2
     assert done.stdout.startswith(f"isobatch: n7 does not see {run}: choose an --out on a file system that")
@@ -201,10 +201,10 @@ def test_what_a_node_does_not_see_is_the_first_line_of_its_output(tmp_path: Path
         assert (done.returncode, done.stderr) == (2, "")
         assert done.stdout.startswith("isobatch: n7 does not see ")
         assert says in done.stdout
-    gone = sbatch_script.render(script(runs={0: run}, start_folder=tmp_path / "gone"))
+    gone = command.render(script(runs={0: run}, start_folder=tmp_path / "gone"))
     assert "gone: submit from a folder that all nodes share" in bash(gone, tmp_path).stdout
     setup = tmp_path / "set up.sh"
-    text = sbatch_script.render(script(runs={0: run}, start_folder=tmp_path, setup=setup))
+    text = command.render(script(runs={0: run}, start_folder=tmp_path, setup=setup))
     assert "keep --setup on a file system that all nodes share" in bash(text, tmp_path).stdout
     setup.write_text("false\n")
     assert bash(text, tmp_path).stdout.endswith(f": --setup {setup} failed\n")

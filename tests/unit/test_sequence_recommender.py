@@ -15,7 +15,14 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from isobatch.core.errors import UserError
 from isobatch.data.interactions.dataset import InteractionOptions, Interactions
+from isobatch.engine.planning.estimate import (
+    RANKED_SECONDS,
+    RANKINGS_OF_KEPT,
+    RANKINGS_TO_TUNE,
+    evaluation_seconds,
+)
 from isobatch.engine.registry import workload
+from isobatch.models.base import ModelSize
 from isobatch.models.encoder.evaluation import onnx_session
 from isobatch.models.recommendation import losses, ranking
 from isobatch.models.recommendation.catalogue import CATALOGUE_FOLDER, NAMES_FILE
@@ -89,6 +96,33 @@ def test_what_is_known_of_a_user_decides_the_vector(text: bool) -> None:
 
 
 STEP: Any = SimpleNamespace(to_device=torch.from_numpy, number=0, phase="x", noise=None)
+
+
+def test_rows_that_know_the_same_of_a_user_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, computed = net(), []
+    user, inputs = torch.tensor([2, 1, 2, 2, 1]), torch.tensor([3, 2, 3, 1, 2])
+    each = torch.cat([ranking.score_all_items(model, user[[i]], inputs[[i]]) for i in range(5)])
+    vectors = model.vectors
+    monkeypatch.setattr(model, "vectors", lambda u, *rest: (computed.append(len(u)), vectors(u, *rest))[1])
+    found = ranking.score_all_items(model, user, inputs)
+    torch.testing.assert_close(found, each, rtol=0, atol=1e-6)
+    assert computed == [3]
+
+
+def test_evaluations_are_priced_by_what_they_compute_and_rank() -> None:
+    plan: Any = SimpleNamespace(device="cpu", processes=1, threads=2, predicted_step_seconds=6.0)
+    phases: Any = [SimpleNamespace(steps=31, eval_every=10)]
+    facts: Any = SimpleNamespace(samples={"valid": 20, "test": 40})
+    asked = dataclasses.replace(recipe("x"), batch_size=2, eval_fraction=1.0)
+
+    def seconds(ranked: int, distinct: int = 0) -> float:
+        size = ModelSize(parameters=1, trainable=1, ranked=ranked, distinct=distinct)
+        return evaluation_seconds(asked, facts, phases, size, plan)
+
+    assert seconds(0) == pytest.approx(3 * 20 + 60)  # a second for each row
+    assert seconds(0, distinct=5) == pytest.approx(3 * 5 + 10)
+    rows = 3 * 20 + 60 + RANKINGS_TO_TUNE * 20 + RANKINGS_OF_KEPT * 40
+    assert seconds(10**9) - seconds(0) == pytest.approx(1e9 * RANKED_SECONDS * rows / 2)
 
 
 @pytest.mark.parametrize("loss", ["sampled-softmax", "bce", "gbce"])

@@ -12,9 +12,9 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.clusters.slurm import client, legs, node
+from isobatch.launch.clusters.slurm.command import default_lead
 from isobatch.launch.clusters.slurm.legs import LegClock, requeue, should_save_now, why_not_requeue
 from isobatch.launch.clusters.slurm.node import Meeting
-from isobatch.launch.clusters.slurm.sbatch_script import default_lead
 from isobatch.launch.clusters.slurm.step import ORPHANED, STEP_SHELL, explain_end
 
 if TYPE_CHECKING:
@@ -74,11 +74,11 @@ def test_a_requeue_is_tried_until_slurm_answers(monkeypatch: pytest.MonkeyPatch)
     silent, done = client.Done((), 1, "", "no controller"), client.Done((), 0, "", "")
     answers = iter([silent, silent, done])
     monkeypatch.setattr(legs, "run_slurm", lambda *_: next(answers, silent))
-    monkeypatch.setattr(client, "show_job", lambda job: {})
+    monkeypatch.setattr(client, "show", lambda kind, job: {})
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     assert not requeue("7", lambda: 100.0)
     assert requeue("7", lambda: 1.0) == "no controller"  # no time is left
-    monkeypatch.setattr(client, "show_job", lambda job: {"JobState": "PENDING"})
+    monkeypatch.setattr(client, "show", lambda kind, job: {"JobState": "PENDING"})
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("it has answered"))
     assert requeue("7", lambda: 100.0) == "no controller"
 

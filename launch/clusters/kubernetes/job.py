@@ -28,7 +28,6 @@ from typing import ClassVar
 import yaml
 
 from isobatch.core.errors import BUG, DONE, FAILED, STOPPED, WRONG_INPUT, OutOfMemoryError, UserError
-from isobatch.core.flags import check_fields
 from isobatch.core.number_ranges import Count, Positive
 from isobatch.engine.distributed.stop_signals import StopFlag
 from isobatch.engine.runs.run_folder import RunFolder, Verdict, run_name
@@ -79,7 +78,6 @@ class KubernetesOptions:
     """Give the manifest to kubectl."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
         if not (self.image and self.claim):
             raise UserError("k8s: needs --image, with isobatch in it, and --claim, the volume of all pods")
         if self.node_selector and "=" not in self.node_selector:

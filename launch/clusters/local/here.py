@@ -19,9 +19,8 @@ from isobatch.core.strategies import traits_of
 from isobatch.engine.runs.run_folder import NONCE, RunFolder, Verdict
 from isobatch.launch.clusters.cluster import Cluster, JobState
 from isobatch.launch.local.accelerate_launcher import launch_workers
-from isobatch.launch.local.launch_run import AutoOptions, wait_for_orphans
+from isobatch.launch.local.launch_run import wait_for_orphans
 
-LocalOptions = AutoOptions
 SECOND_SIGNAL_SECONDS = 1.0
 """Between the two SIGINT of --now: a launcher takes the second for an end at once."""
 

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import BUG, DONE, FAILED, STOPPED, WRONG_INPUT, UserError, WorkerLostError
-from isobatch.core.flags import check_fields, flags_of, options_to_dict
+from isobatch.core.flags import flags_of, options_to_dict
 from isobatch.core.number_ranges import Count, Positive
 from isobatch.core.terminal.console import print_lines
 from isobatch.engine.distributed.stop_signals import StopFlag
@@ -61,7 +61,6 @@ class RayOptions:
     """Train on the cluster."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
         if not re.fullmatch(HERE, self.address):
             said = "give auto, local or HOST:PORT of a cluster's head; `isobatch ray` without --submit prints"
             raise UserError(f"--address {self.address}: {said} the `ray job submit` for another")
@@ -228,11 +227,9 @@ def _connect(address: str) -> None:
     os.environ.update({name: os.environ.get(name, value) for name, value in OWN_RESTARTS.items()})
     if not ray.is_initialized():
         try:
-            ray.init(
-                address=address,
-                include_dashboard=False if address == "local" else None,
-                log_to_driver=False,  # the run's own lines stand in its log
-            )
+            # The run's own lines stand in its log.
+            dashboard = False if address == "local" else None
+            ray.init(address=address, include_dashboard=dashboard, log_to_driver=False)
         except ConnectionError:
             said = f"--address {address}: this machine is in no Ray cluster: `ray start --head` makes one"
             raise UserError(f"{said}, and --address local needs none") from None

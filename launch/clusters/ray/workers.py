@@ -85,12 +85,8 @@ def _meeting() -> Iterator[dict[str, str]]:
     interfaces = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback_interface())
     if not alone:
         interfaces = gloo_interface(local_address(host, port), alone)
-    yield {
-        **interfaces,
-        "MASTER_ADDR": host,
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
+    store_at = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    yield interfaces | store_at
     del store
 
 

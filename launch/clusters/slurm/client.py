@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
@@ -165,15 +165,11 @@ def is_usable(state: str) -> bool:
     return state.upper() == "DRAINING" or not is_away
 
 
-def address_of(node: str) -> str:
-    """The address at which Slurm reaches a node (NodeAddr); empty where scontrol does not say."""
-    match = re.search(r"NodeAddr=(\S+)", run_slurm("scontrol", "show", "node", node).stdout)
-    return match[1] if match else ""
-
-
-def show_job(job: str) -> dict[str, str]:
-    """What `scontrol show job` tells of a job, such as JobState and Restarts; empty where it does not say."""
-    return dict(re.findall(r"(\w+)=(\S*)", run_slurm("scontrol", "show", "job", job, seconds=10).stdout))
+def show(kind: Literal["job", "node"], name: str) -> dict[str, str]:
+    """What `scontrol show` tells of a job, such as JobState and Restarts, or of a node, such as NodeAddr, at
+    which Slurm reaches it; empty where it does not say.
+    """
+    return dict(re.findall(r"(\w+)=(\S*)", run_slurm("scontrol", "show", kind, name, seconds=10).stdout))
 
 
 def cpus_and_gpus(partition: str | None) -> list[tuple[int, int]]:
@@ -193,10 +189,8 @@ def submit(script: Path) -> str:
         raise UserError(f"--submit: there is no sbatch here; on a machine that has one: sbatch {script}")
     done = run_slurm("sbatch", "--parsable", str(script.resolve()))
     if done.returncode and (NO_ANSWER in done.stderr or LATE in done.stderr):
-        raise UserError(
-            f"Slurm does not answer ({error_of(done)}) and may have taken the job or not: where squeue does"
-            f" not list it, sbatch {script}"
-        )
+        said = f"Slurm does not answer ({error_of(done)}) and may have taken the job or not"
+        raise UserError(f"{said}: where squeue does not list it, sbatch {script}")
     if done.returncode:
         raise UserError(f"sbatch refuses the job: {error_of(done)}; the run is ready for another try")
     return done.stdout.strip().partition(";")[0]

@@ -138,7 +138,7 @@ class Slurm(Cluster):
             print(saved if now else "cancelled before anything was saved", flush=True)
             client.run_slurm("scancel", job)
             return
-        shown = client.show_job(job)
+        shown = client.show("job", job)
         if why_not := legs.why_not_requeue(reason, leg, self.request.max_legs, before, now, shown):
             print(f"stopped at step {step} and not requeued: {why_not}", flush=True)
             return
@@ -181,7 +181,7 @@ class Slurm(Cluster):
         folder.mkdir(parents=True)
         try:
             port = str(self._listener.getsockname()[1])
-            address = client.address_of(self.nodes[0]) if len(self.nodes) > 1 else ""
+            address = client.show("node", self.nodes[0]).get("NodeAddr", "") if len(self.nodes) > 1 else ""
             words = (nonce, ",".join(self.nodes), port, *([address] if address else ()))
             saved = legs.furthest_checkpoint(run)
             where = f"from step {saved[1]}" if saved else "from the beginning"
@@ -227,7 +227,7 @@ class Slurm(Cluster):
         if verdict and verdict.code == DONE:
             return verdict
         # Slurm, or somebody through it, stops the job: it is preempted, requeued or cancelled.
-        shown = {} if self.stop.requested else client.show_job(self.allocation.job)
+        shown = {} if self.stop.requested else client.show("job", self.allocation.job)
         is_ended = legs.was_preempted(shown) or shown.get("JobState", "RUNNING") != "RUNNING"
         if self.stop.requested or is_ended:
             return verdict or Verdict(STOPPED, "ended by Slurm before it could save")

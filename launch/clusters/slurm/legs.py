@@ -150,7 +150,7 @@ def requeue(job: str, seconds_left: Callable[[], float]) -> str:
     pause = FIRST_PAUSE_SECONDS
     while (done := run_slurm("scontrol", "requeue", job)).returncode:
         problem = done.stderr.strip() or "scontrol did not answer"
-        if client.show_job(job) or seconds_left() < pause:
+        if client.show("job", job) or seconds_left() < pause:
             return problem
         print(f"Slurm does not answer ({problem}): again in {pause:.0f} s", flush=True)
         time.sleep(pause)

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 
 from isobatch.core.errors import FAILED, WRONG_INPUT, JobMemoryError, WorkerLostError
 from isobatch.engine.runs.run_folder import RunFolder, Verdict
@@ -21,19 +22,8 @@ LINES_KEPT = 200
 """Of what srun says."""
 END_SECONDS = 30.0
 """How long srun may take to end after it was told to."""
-STEP_SHELL = """trap '' USR1 USR2 TERM INT HUP
-refuse() { echo "isobatch: $SLURMD_NODENAME does not see $1: $2" >&2; exit 2; }
-[ -d "$0" ] || refuse "the run's folder ${0%/slurm}" "choose an --out on a file system that all nodes share"
-[ -f "$1/facts.json" ] || refuse "the prepared data $1" "point ISOBATCH_CACHE to a folder all nodes share"
-shift
-command -v -- "$1" >/dev/null || refuse "the Python environment $1" "make it where all nodes see it"
-"$@"
-code=$?
-[ $code -gt 128 ] && kill -$((code - 128)) $$
-job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
-until [ $code -ne {orphaned} ] || scontrol requeue "${job:-$SLURM_JOB_ID}"; do sleep 5; done
-exit $code
-""".replace("{orphaned}", str(ORPHANED))
+_SHELL = Path(__file__).with_name("step.sh.jinja").read_text(encoding="utf-8")
+STEP_SHELL = _SHELL.replace("{{ orphaned }}", str(ORPHANED))
 """Signals are ignored while Python starts; the job repeats them until the workers handle them.
 
 Where the job's script died with the first node, this shell puts the job back into the queue: with --no-kill
