@@ -193,10 +193,14 @@ def test_the_probe_asks_for_the_chip_of_amd_alone(
     tmp_path: Path, card: str, major: int, chip: str, built: list[str], cuda: str | None, hip: str | None
 ) -> None:
     """torch's `gcnArchName` is the chip under ROCm, and the name of the card under CUDA."""
-    (tmp_path / "torch.py").write_text(TORCH.format(card=card, major=major, chip=chip, built=built, cuda=cuda, hip=hip))
-    execute = lambda words: subprocess.run(  # noqa: E731
-        words, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=True
-    ).stdout
+    torch = TORCH.format(card=card, major=major, chip=chip, built=built, cuda=cuda, hip=hip)
+    (tmp_path / "torch.py").write_text(torch)
+
+    def execute(words: list[str]) -> str:
+        return subprocess.run(
+            words, env={"PYTHONPATH": str(tmp_path)}, stdout=-1, text=True, check=True
+        ).stdout
+
     (gpu,) = detect.detect_gpus({}, execute, fixture(tmp_path / "root", **{"dev/nvidia0": ""}))
     assert (gpu.name, gpu.supported) == (card, True)
 
