@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,36 +15,68 @@ from isobatch.engine.checkpointing.portable_state import HOOK, WEIGHT, saved_wei
 from isobatch.models.capabilities import KeepsRows
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor, nn
 
     from isobatch.core.facts import Facts
     from isobatch.models.base import Task
 
 
-def load_start_weights(origin: Mapping[str, Any], model: nn.Module, task: Task, facts: Facts) -> None:
-    """Set the model's weights to those of the checkpoint that `starts_from` names.
+class CarriedOver:
+    """A checkpoint with the rows that tables of other data take of it; a moment of a new row is zero."""
 
-    What that run did not train keeps its values; tables may have other rows, see `KeepsRows`. Raises
-    UserError where the checkpoint is gone or another one, or where its weights are not this model's.
-    """
-    import torch
+    def __init__(self, saved: SavedCheckpoint, rows: Mapping[str, np.ndarray]) -> None:
+        """`rows`: see `KeepsRows`."""
+        self._saved, self._rows = saved, rows
+        self.entries = {
+            key: replace(entry, shape=(len(rows[name]), *entry.shape[1:]))
+            if entry.shape and (name := _parameter(key)) in rows
+            else entry
+            for key, entry in saved.entries.items()
+        }
 
+    def read(self, key: str) -> Tensor:
+        """A whole tensor."""
+        import torch
+
+        value, rows = self._saved.read(key), self._rows.get(_parameter(key))
+        if rows is None or not value.ndim:
+            return value
+        wanted = torch.from_numpy(rows)
+        return rows_of(value, wanted if key.startswith(WEIGHT) else wanted.where(wanted != -1, -2))
+
+    def read_slice(self, key: str, start: int, stop: int) -> Tensor:
+        """Elements start..stop-1 of the flattened tensor, 1-d."""
+        return self.read(key).flatten()[start:stop]
+
+
+def open_start(origin: Mapping[str, Any], task: Task, facts: Facts) -> CarriedOver:
+    """The checkpoint that `starts_from` names. Raises UserError where it is gone or another one."""
     folder = Path(origin["run"]) / "checkpoints" / origin["checkpoint"]
     if not (folder / CHECKSUMS).is_file():
         raise UserError(f"the recipe starts from {folder}, and it is not there: put it back")
     if bytes_digest(folder / CHECKSUMS) != origin["digest"]:
         raise UserError(f"the recipe starts from {folder}, and that is another checkpoint now")
-    saved, kept = SavedCheckpoint(folder), {}
-    if isinstance(task, KeepsRows):
-        kept = {n: torch.from_numpy(rows) for n, rows in task.kept_rows(Path(origin["run"]), facts).items()}
+    rows = task.kept_rows(Path(origin["run"]), facts) if isinstance(task, KeepsRows) else {}
+    return CarriedOver(SavedCheckpoint(folder), rows)
+
+
+def load_start_weights(origin: Mapping[str, Any], model: nn.Module, task: Task, facts: Facts) -> None:
+    """Set the model's weights to those of the checkpoint that `starts_from` names.
+
+    What that run did not train keeps its values. Raises UserError as `open_start`, and where its weights are
+    not this model's.
+    """
+    import torch
+
+    saved = open_start(origin, task, facts)
     targets = dict(model.named_parameters()) | dict(model.named_buffers())
     names = saved_weight_names(saved)
     kinds = {_layer_kind(name) for name in names}
     wrong = [n for n, _ in model.named_parameters() if n not in names and _layer_kind(n) in kinds]
     for name in sorted(names):
         shape = tuple(targets[name].shape) if name in targets else None
-        before = saved.entries[WEIGHT + name].shape
-        wrong += [name] if shape != ((len(kept[name]), *before[1:]) if name in kept else before) else []
+        wrong += [name] if shape != saved.entries[WEIGHT + name].shape else []
     if wrong:
         raise UserError(
             f"--from {origin['run']}: its weights are not this model's: {wrong[0]} has another shape, or one"
@@ -51,8 +84,7 @@ def load_start_weights(origin: Mapping[str, Any], model: nn.Module, task: Task, 
         )
     with torch.no_grad():
         for name in names:
-            value = saved.read(WEIGHT + name)
-            targets[name].copy_(rows_of(value, kept[name]) if name in kept else value)
+            targets[name].copy_(saved.read(WEIGHT + name))
 
 
 def rows_of(table: Tensor, rows: Tensor) -> Tensor:
@@ -62,6 +94,11 @@ def rows_of(table: Tensor, rows: Tensor) -> Tensor:
     trained = table[table.any(1)] if table.any() else table
     mean = trained.mean(0, keepdim=True)
     return torch.cat([table, torch.zeros_like(mean), mean])[rows]  # the last two
+
+
+def _parameter(key: str) -> str:
+    """The parameter of a checkpoint's key."""
+    return key.rpartition("/")[2]
 
 
 def _layer_kind(name: str) -> str:

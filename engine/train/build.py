@@ -25,7 +25,7 @@ from isobatch.core.terminal.status import doing
 from isobatch.data.digests import PreparedFolder
 from isobatch.engine.checkpointing import portable_state
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint, open_on_all
-from isobatch.engine.checkpointing.weight_files import load_start_weights
+from isobatch.engine.checkpointing.weight_files import load_start_weights, open_start
 from isobatch.engine.loading.device_copies import to_device, to_tensors
 from isobatch.engine.loading.sampler import make_sampler
 from isobatch.engine.model_setup.layer_blocks import checkpoint_activations
@@ -33,13 +33,14 @@ from isobatch.engine.model_setup.packing import SamplePacking
 from isobatch.engine.model_setup.prepare_model import build_hollow, outline, prepare_model
 from isobatch.engine.optimization.schedule import PhaseSchedule, schedules_of
 from isobatch.engine.registry import workload_of
+from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.summary import Progress
 from isobatch.engine.train.hooks import Hooks, Seen
 from isobatch.engine.train.loop import run_phase
 from isobatch.engine.train.state import Binding, StepLayout, Training
 from isobatch.engine.train.teacher_cache import samples_used, with_teacher_outputs
 from isobatch.models.attention_functions import unregister_attention
-from isobatch.models.capabilities import BeginsPhase, HasTeacher, MatchesShapes, build_model
+from isobatch.models.capabilities import BeginsPhase, HasTeacher, KeepsRows, MatchesShapes, build_model
 
 if TYPE_CHECKING:
     from isobatch.core.facts import Facts
@@ -220,6 +221,8 @@ class Builder:
             state.strategy.restore(saved, saved.state["scaling"])
         else:
             state.progress = state.progress.next(schedule.name)
+            if state.recipe.starts_from and schedule.name == self.phases[0]:
+                self._go_on_from(state.recipe.starts_from)
             if previous is not None and traits_of(state.plan.strategy).ends_model and previous.exists():
                 state.strategy.load_weights(open_on_all(previous, state.world), new_phase=True)
         state.model.train()
@@ -230,6 +233,17 @@ class Builder:
         finally:
             state.strategy = none_left
             self._model_ended = traits_of(state.plan.strategy).ends_model
+
+    def _go_on_from(self, origin: Mapping[str, Any]) -> None:
+        """Take over the optimizer's state where a run goes on with other rows of the same tables."""
+        state, strategy = self.state, self.state.strategy
+        if not isinstance(state.task, KeepsRows):
+            return
+        saved = open_start(origin, state.task, state.facts)
+        same = RunFolder(Path(origin["run"])).recipe.optimizer == state.recipe.optimizer
+        trained = {*(part.name for part in strategy.parts()), *strategy.buffers()}
+        if same and portable_state.saved_weight_names(saved) == trained:
+            strategy.restore(saved)
 
     def rehearse(
         self, schedule: PhaseSchedule, plan: Plan, steps: int, previous: Path | None = None

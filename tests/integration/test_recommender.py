@@ -14,6 +14,8 @@ import pytest
 from pyarrow import parquet
 
 from isobatch.core.errors import UserError
+from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
+from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.commands.export import export
 from isobatch.launch.predicting.predict import predict
 from isobatch.launch.predicting.recommend import recommend
@@ -308,6 +310,17 @@ def test_a_run_goes_on_with_users_and_items_that_came_and_without_those_that_wen
         trained = [row for row in before.values() if np.any(row)]
         started = np.mean(trained, 0) if counts.get(new, 1) else np.zeros_like(after[new])
         np.testing.assert_allclose(after[new], started, atol=1e-5)
+    moments = {}
+    for run in ("old", "new"):
+        folder = RunFolder(tmp_path / "runs" / run)
+        saved = SavedCheckpoint(folder.checkpoints / folder.exported_weights()["checkpoint"])
+        names = json.loads((tmp_path / "runs" / run / "final" / "names.json").read_text())["users"]
+        rows_of_users = saved.read("moment/exp_avg_sq/user_ids.weight").numpy()
+        moments[run] = dict(zip(names, rows_of_users, strict=True))
+        moments[run]["step"] = saved.read("moment/step/user_ids.weight").numpy()
+    assert moments["old"]["step"] > 0
+    for name, row in moments["new"].items():
+        assert np.array_equal(row, moments["old"].get(name, np.zeros(8))), name
     assert "keep the flags that make the model" in complaint(
         launch("auto", *still, "--dim=4", "--name=other", cwd=tmp_path)
     )
