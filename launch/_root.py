@@ -11,11 +11,9 @@ from pathlib import Path
 HOME = Path(__file__).resolve().parent.parent
 
 
-def register() -> None:
-    """Register this copy even where another one is installed."""
-    found = sys.modules.get("isobatch")
-    if found is not None and Path(str(found.__file__)).resolve().parent == HOME:
-        return
+# This copy, even where another one is installed.
+found = sys.modules.get("isobatch")
+if found is None or Path(str(found.__file__)).resolve().parent != HOME:
     spec = importlib.util.spec_from_file_location(
         "isobatch", HOME / "__init__.py", submodule_search_locations=[str(HOME)]
     )
@@ -25,15 +23,9 @@ def register() -> None:
     sys.modules["isobatch"] = module
     spec.loader.exec_module(module)
 
-
-def forget_start_folder() -> None:
-    """Remove the working directory or the script's folder from sys.path: files there would hide libraries."""
-    first = os.path.realpath(sys.path[0] or ".") if sys.path else ""
-    if first in (os.path.realpath("."), str(HOME), str(HOME / "launch"), str(HOME / "benchmarks")):
-        del sys.path[0]
-    for name in ("launch", "benchmarks"):  # `python -m launch` has imported the folder under its bare name
-        sys.modules.pop(name, None)
-
-
-register()
-forget_start_folder()
+# The working directory or the script's folder must not stay on sys.path: files there would hide libraries.
+first = os.path.realpath(sys.path[0] or ".") if sys.path else ""
+if first in (os.path.realpath("."), str(HOME), str(HOME / "launch"), str(HOME / "benchmarks")):
+    del sys.path[0]
+for name in ("launch", "benchmarks"):  # `python -m launch` has imported the folder under its bare name
+    sys.modules.pop(name, None)

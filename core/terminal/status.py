@@ -99,19 +99,12 @@ class _TerminalLine:
             self._shown = text
             _write(self.streams[1], _CLEAR + text)
 
-    def close(self) -> None:
-        self.put("")
-        sys.stdout, sys.stderr = self.streams
-
 
 class _Relay:
     """Lines for the parent process, which shows them."""
 
     def show(self, activity: Activity) -> None:
         _write(sys.stderr, f"{STATUS_MARK}{json.dumps(asdict(activity))}\n")
-
-    def close(self) -> None:
-        self.show(Activity())
 
 
 class _Lines:
@@ -127,9 +120,6 @@ class _Lines:
             self._since = now()
             figures = (f"{activity.done:,}/{activity.total:,}", *activity.figures)
             _write(sys.stderr, printable(f"{self.mark}{activity.text}: {', '.join(figures)}\n"))
-
-    def close(self) -> None:
-        pass
 
 
 class _Status:
@@ -157,7 +147,9 @@ def stopped_status() -> Iterator[None]:
         yield
     finally:
         if _status.display is not None:
-            _status.display.close()
+            _status.display.show(Activity())
+        if isinstance(_status.display, _TerminalLine):
+            sys.stdout, sys.stderr = _status.display.streams
         _status.display, _status.activity = None, Activity()
 
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from isobatch.core.measures import format_bytes
@@ -28,24 +29,16 @@ LARGEST_ERROR = {"float32": 1e-3, "bfloat16": 5e-2}
 class Check:
     """One line of `doctor`."""
 
-    name: str
     state: Literal["ok", "warning", "broken"]
     """warning: it works, and slower or less safely than it could. broken: something does not work."""
+    name: str
     text: str
     remedy: str = ""
     """The command, or the change, that mends it; empty where all is well."""
 
 
-def ok(name: str, text: str) -> Check:
-    return Check(name, "ok", text)
-
-
-def warning(name: str, text: str, remedy: str) -> Check:
-    return Check(name, "warning", text, remedy)
-
-
-def broken(name: str, text: str, remedy: str) -> Check:
-    return Check(name, "broken", text, remedy)
+ok = partial(Check, "ok")
+warning, broken = partial(Check, "warning"), partial(Check, "broken")
 
 
 def ok_if(is_well: bool, name: str, text: str, remedy: str) -> Check:

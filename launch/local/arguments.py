@@ -25,16 +25,8 @@ from isobatch.engine.optimization.schedule import phase_schedules
 from isobatch.engine.registry import LoadedWorkload, workload
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
-from isobatch.launch.local.words import (
-    LEFT,
-    Translation,
-    combinations,
-    config_text,
-    flags_of_files,
-    label,
-    translate,
-    words_for,
-)
+from isobatch.launch.local import words as flag_words
+from isobatch.launch.local.words import LEFT, Translation
 from isobatch.models.capabilities import ChecksPlan, KeepsRows
 
 Groups = dict[str, dict[str, Flag]]
@@ -132,7 +124,7 @@ def sort_flags(
 
     `where`: who takes them. Raises UserError.
     """
-    found = translate(flags, _known(groups))
+    found = flag_words.translate(flags, _known(groups))
     refuse_unknown(found.flags, _known(groups), where)
     return _values(found.flags, groups), list(found.notes.values())
 
@@ -165,7 +157,7 @@ def read_command(words: Sequence[str], kind: type, command: str) -> tuple[list[s
 def task_name(words: Sequence[str]) -> str:
     """The value of --task in lower case, typed or in a file; empty where there is none."""
     flags = split_words(words)[1]
-    return (flags.get("task") or flags_of_files(flags).get("task", "")).replace("_", "-").lower()
+    return (flags.get("task") or flag_words.flags_of_files(flags).get("task", "")).replace("_", "-").lower()
 
 
 def known_flags(task: str) -> set[str]:
@@ -188,7 +180,7 @@ def parse_sweep(words: Sequence[str], command: str, options_class: type | None =
     """
     chosen, groups, found = _read(words, command, options_class)
     points: dict[str, Point] = {}
-    for flags, swept in combinations(found.flags, groups["recipe"] | groups["options"]):
+    for flags, swept in flag_words.combinations(found.flags, groups["recipe"] | groups["options"]):
         request = _request(chosen, groups, Translation(flags, found.notes), options_class)
         points.setdefault(request.recipe.hash(), (request, swept))
     return list(points.values())
@@ -200,7 +192,7 @@ def labelled(point: Point) -> Request:
     request, swept = point
     if not request.run.name or not swept:
         return request
-    name = f"{request.run.name}-{label(request.recipe, swept)}"
+    name = f"{request.run.name}-{flag_words.label(request.recipe, swept)}"
     return dataclasses.replace(request, run=dataclasses.replace(request.run, name=name))
 
 
@@ -213,7 +205,7 @@ def _read(
     positional, typed = split_words(words)
     if positional:
         raise UserError(f"{command}: what is {positional[0]!r}? Flags start with --; spaces need quotes")
-    in_file = flags_of_files(typed)
+    in_file = flag_words.flags_of_files(typed)
     task = typed.get("task", in_file.get("task", BareValue()))
     if isinstance(task, BareValue):
         gone = "".join(f"; {spelling(name)} was taken out: {LEFT[name]}" for name in typed if name in LEFT)
@@ -221,7 +213,7 @@ def _read(
     chosen = workload(task)
     groups = _groups(chosen, options_class)
     known = _known(groups)
-    found = translate(in_file, known).below(translate(typed, known))
+    found = flag_words.translate(in_file, known).below(flag_words.translate(typed, known))
     refuse_unknown(found.flags, known, f"{command} --task {chosen.name}")
     return chosen, groups, found
 
@@ -279,7 +271,7 @@ def request_text(request: Request) -> str:
     for title, group, options in (("plan: how fast", "plan", request.plan), ("run", "run", request.run)):
         changed = {n: f for n, f in groups[group].items() if getattr(options, n) != f.default}
         shown.append((title, changed, {name: getattr(options, name) for name in changed}))
-    return config_text(group for group in shown if group[1])
+    return flag_words.config_text(group for group in shown if group[1])
 
 
 def check_request(request: Request, elsewhere: bool = False) -> None:
@@ -318,7 +310,7 @@ def _groups(chosen: LoadedWorkload, options_class: type | None) -> Groups:
 
 def refuse_unknown(flags: Iterable[str], known: Collection[str], where: str) -> None:
     """Raises UserError for names of flags that are unknown, each with what may be meant."""
-    words = list(map(spelling, words_for(known)))
+    words = list(map(spelling, flag_words.words_for(known)))
     said = [
         f"{spelling(name)}: {where} has no such flag"
         + (f" (taken out: {LEFT[name]})" if name in LEFT else nearest_hint(spelling(name), words))

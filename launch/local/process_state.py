@@ -8,7 +8,7 @@ import random
 import threading
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from unittest.mock import patch
 
 from isobatch.core.errors import UserError
 
@@ -27,25 +27,16 @@ def preserve_process_state() -> Iterator[None]:
 
     if not _one_run.acquire(blocking=False):
         raise UserError("another run is at work in this process: wait for it, or use a process of its own")
-    environment, threads = dict(os.environ), torch.get_num_threads()
-    python, numpy = random.getstate(), np.random.get_state()
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    kinds = (PartialState, AcceleratorState, GradientState)
-    shared = [kind._shared_state for kind in kinds]  # noqa: SLF001  accelerate has no public way to keep it
-    before: list[dict[str, Any]] = [dict(state) for state in shared]
-    for state in shared:
-        state.clear()
-    try:
-        with warnings.catch_warnings(), torch.random.fork_rng(devices):
-            yield
-    finally:
-        for state, content in zip(shared, before, strict=True):
-            state.clear()
-            state.update(content)
-        torch.set_num_threads(threads)
-        random.setstate(python)
-        np.random.set_state(numpy)
-        for name in os.environ.keys() - environment.keys():
-            del os.environ[name]
-        os.environ.update(environment)
-        _one_run.release()
+    with contextlib.ExitStack() as ended:
+        ended.callback(_one_run.release)
+        ended.enter_context(patch.dict(os.environ))
+        for kind in (PartialState, AcceleratorState, GradientState):
+            # accelerate has no public way to keep it.
+            ended.enter_context(patch.dict(kind._shared_state, clear=True))  # noqa: SLF001
+        ended.callback(torch.set_num_threads, torch.get_num_threads())
+        ended.callback(random.setstate, random.getstate())
+        ended.callback(np.random.set_state, np.random.get_state())
+        ended.enter_context(warnings.catch_warnings())
+        ended.enter_context(torch.random.fork_rng(devices))
+        yield

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from isobatch.core.errors import BUG, DONE, FAILED, STOPPED, WRONG_INPUT, UserCodeError, UserError
 from isobatch.core.extras import has
 from isobatch.core.package import own_command
-from isobatch.core.terminal.console import LINE_MARK, print_lines
+from isobatch.core.terminal.console import LINE_MARK, Console, print_lines
 from isobatch.core.terminal.status import RELAY_VARIABLE, doing, start_status
 from isobatch.engine import consent
 from isobatch.engine.machine.detect import check_world, detect, rank_and_world_size
@@ -90,7 +90,6 @@ def _train(run: RunFolder, options: RunOptions, world: Communicator, owns_proces
     import torch
 
     from isobatch.core.errors import WorkerLostError
-    from isobatch.core.terminal.console import Console
     from isobatch.engine.distributed.liveness import PeerMonitor
     from isobatch.engine.trainer import train_run as trainer
 
