@@ -103,7 +103,7 @@ class Communicator:
         """What this process is doing, for the watchdog's message."""
         self.moved_at = time.monotonic()
         self.is_finishing = False
-        """Whether rank 0 exports the model while the others wait: a request to stop changes nothing then."""
+        """Whether rank 0 exports the model while the others wait: it alone hears a request to stop then."""
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Context of a forward pass, in the plan's precision."""

@@ -22,7 +22,7 @@ def signals_to_catch() -> list[signal.Signals]:
 
 
 class TerminatedError(KeyboardInterrupt):
-    """A stop signal came before training began: no library takes it for an error of its own."""
+    """A stop signal came before training or after it: no library takes it for an error of its own."""
 
 
 def end_early_on_signals() -> None:
@@ -51,7 +51,8 @@ class StopFlag:
         except SIGINT. Schedulers and launchers both pass a signal on, so that a rank may get it twice."""
         self.answers = answers
         """Whether Ctrl-C is answered on standard error before the step has ended."""
-        self.requested = False
+        self.requested = self.interrupts = False
+        """Whether a signal came; whether one raises TerminatedError, where nobody asks for the flag."""
         self.reason = "asked to stop by a signal"
         self.cause = ""
         self._previous_handlers: dict[int, Any] = {}
@@ -62,7 +63,9 @@ class StopFlag:
         if self.answers and number == signal.SIGINT:
             # A stream may be in the middle of a line of its own: it must not be entered again.
             os.write(2, (b"\r\x1b[K" if os.isatty(2) else b"") + SAVING)
-        self.requested = True
+        self.requested, interrupts, self.interrupts = True, self.interrupts, False
+        if interrupts:
+            raise TerminatedError(signal.Signals(number).name)
 
     def request(self, reason: str) -> None:
         """Ask for a stop without a signal, because another process is lost."""

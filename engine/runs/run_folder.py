@@ -54,7 +54,9 @@ class RunFolder:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.checkpoints, self.final = folder / "checkpoints", folder / "final"
+        self.checkpoints = folder / "checkpoints"
+        self.final, self.unfinished = folder / "final", folder / ".final.tmp"
+        """The exported model, once it is whole; until then."""
         self.metrics, self.decisions = folder / "metrics.jsonl", folder / "decisions.jsonl"
         self.answers, self.evaluations = folder / "answers.jsonl", folder / "evaluations.jsonl"
         self.samples = folder / "samples.bin"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import shutil
@@ -13,6 +14,7 @@ from isobatch.core.terminal.status import doing
 from isobatch.engine.checkpointing import checkpoint
 from isobatch.engine.checkpointing.digests import bytes_digest, folder_digests
 from isobatch.engine.checkpointing.weight_files import export_beside
+from isobatch.engine.distributed.stop_signals import TerminatedError
 from isobatch.engine.model_setup.compile_model import uncompiled
 from isobatch.engine.runs.summary import (
     HELD_OUT_SPLITS,
@@ -76,27 +78,35 @@ def finish(run: RunOnRank, builder: Builder, evaluation: Evaluate, guard: DataGu
         run.say("no split is held out: nothing was measured")
     guard.check(state)
     summary = _summarize(run, state, "done", "", held_out)
-    world.is_finishing = True
-    if world.is_main:
-        doing("writing final/")
-        world.mark_progress("the export")
-        model = builder.gather_full_model(saved.folder, phase)
-        _write_final(run, state, model, saved)
-        summary |= _sample(run, state, model)
-        remark = _measure_export(run, state, model, exported, held_out)
-        summary |= {"remark": remark} if remark else {}
-        chosen_by = capabilities.monitor_of(state.task, state.facts)[0] if judge.patience else ""
-        steps = state.progress.steps_before + exported
-        measured = model_card.HeldOutFigures(held_out, steps, chosen_by, remark)
-        described = capabilities.description_of(state.task, run.folder.final, state.facts)
-        card = model_card.render(described, state.recipe, state.facts, measured)
-        atomic_files.write_text(run.folder.final / model_card.FILE, card)
+    world.is_finishing, is_whole = True, False
+    with contextlib.suppress(TerminatedError):
+        run.stop.interrupts = world.is_main
+        if world.is_main and not run.stop.requested:
+            doing("writing final/")
+            world.mark_progress("the export")
+            model = builder.gather_full_model(saved.folder, phase)
+            _export(run, state, model, saved)
+            summary |= _sample(run, state, model)
+            remark = _measure_export(run, state, model, exported, held_out)
+            summary |= {"remark": remark} if remark else {}
+            chosen_by = capabilities.monitor_of(state.task, state.facts)[0] if judge.patience else ""
+            steps = state.progress.steps_before + exported
+            measured = model_card.HeldOutFigures(held_out, steps, chosen_by, remark)
+            described = capabilities.description_of(state.task, run.folder.unfinished, state.facts)
+            card = model_card.render(described, state.recipe, state.facts, measured)
+            atomic_files.write_text(run.folder.unfinished / model_card.FILE, card)
+            is_whole = True
+        run.stop.interrupts = False
+    if is_whole:
+        shutil.rmtree(run.folder.final, ignore_errors=True)
+        run.folder.unfinished.replace(run.folder.final)
         run.peak.observe()
         summary |= {"before": before_training(next(atomic_files.rows_in(run.folder.metrics), {}))}
         summary |= metrics_fields(held_out) | {"peak_memory_bytes": run.peak.bytes}
         _seal(run, state, saved.folder.name, summary)
         run.folder.write_summary(summary)
-    world.barrier()
+    if not world.broadcast_object(is_whole):
+        stop(run, state)
 
 
 def _refuse_nonfinite_weights(state: Training) -> None:
@@ -150,17 +160,15 @@ def _count(p: Any) -> int:
     return int(getattr(p, "ds_numel", p.numel())) if quantised is None else math.prod(quantised.shape)
 
 
-def _write_final(run: RunOnRank, state: Training, model: nn.Module, saved: SavedCheckpoint) -> None:
-    """Export the model to final/ atomically, and to final/NAME the weights that hooks hold."""
-    folder, temporary = run.folder, run.folder.folder / ".final.tmp"
+def _export(run: RunOnRank, state: Training, model: nn.Module, saved: SavedCheckpoint) -> None:
+    """Export the model, and to NAME the weights that hooks hold, into the folder that becomes final/."""
+    temporary = run.folder.unfinished
     shutil.rmtree(temporary, ignore_errors=True)
     with atomic_files.explain_write_errors(temporary):
         temporary.mkdir(parents=True)
         state.task.export(model, temporary, state.facts)
         export_beside(state.task, model, saved, temporary, state.facts)
         atomic_files.share_as_umask_allows(temporary)
-    shutil.rmtree(folder.final, ignore_errors=True)
-    temporary.replace(folder.final)
 
 
 def _sample(run: RunOnRank, state: Training, model: nn.Module) -> dict[str, str]:
@@ -169,7 +177,7 @@ def _sample(run: RunOnRank, state: Training, model: nn.Module) -> dict[str, str]
         return {}
     doing("writing a sample")
     with uncompiled(model):  # a text grows by a token at a time
-        sample = state.task.sample(model, state.facts, run.folder.final)
+        sample = state.task.sample(model, state.facts, run.folder.unfinished)
     if sample:
         run.say(f"sample:\n{sample}")
     return {"sample": sample} if sample else {}
@@ -182,7 +190,7 @@ def _measure_export(
     remarks on them.
     """
     doing("measuring the exported model")
-    task, splits, final, remark = state.task, state.splits, run.folder.final, ""
+    task, splits, final, remark = state.task, state.splits, run.folder.unfinished, ""
     split = first_held_out(held_out)
     if split is None:
         if isinstance(task, capabilities.FinishesUnmeasured):

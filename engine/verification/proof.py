@@ -21,6 +21,7 @@ LEAST = 1e-4
 FLIPPED_ROWS = 2
 """Rows of a split that rounding may count differently in a share such as accuracy, where it chooses between
 two values that are nearly equal."""
+NO_STEPS = "data and records, which have no steps"
 
 
 Metrics = Mapping[str, Mapping[str, Any]]
@@ -86,8 +87,8 @@ class Proof:
             f"{redone} of {total - left_out} steps redone {within(self.largest)}" if redone else "",
             f"{left_out} left out as decided" if left_out else "",
             f"samples of all {total} checked" if total else "",
+            "" if redone else "no step redone" if total or not self.log else NO_STEPS,
             *self.covered,
-            "" if redone else "no step redone",
         ]
         return ", ".join(filter(None, said))
 

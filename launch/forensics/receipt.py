@@ -209,8 +209,8 @@ def _check_first_steps(run: RunFolder, content: Content, options: AuditOptions, 
     doing("redoing the first steps")
     trained = np.flatnonzero(~receipts.left_out_of(content, next(iter(content["phases"]))))[1:]
     proof = redo_first_steps(run, trained.tolist(), options.steps, options.processes)
-    found.problems += proof.problems if proof.steps else ["no step that it has could be made again"]
-    if not found.problems:
+    found.problems += proof.problems if proof.steps or not trained.size else ["no step could be made again"]
+    if proof.steps and not found.problems:
         made = f"{len(proof.steps)} steps from the beginning made again: {within(proof.largest)}"
         allowed = f"where {proof.allowed:.0e} is allowed ({run.plan.invariance}, {run.plan.precision})"
         found.checked.append(f"{made}, {allowed}")

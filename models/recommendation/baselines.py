@@ -134,7 +134,7 @@ def kept_metrics(net: Any, final: Path, batches: Batches, k: int, has_model: boo
     found |= {name: len(ids.unique()) for name, ids in cold.items() if len(ids)}
     evaluated = {f"{way}{m}@{k}" for way in ("", "full_") for m in METRICS}
     for name, (figures, full_ndcg) in ranked.items():
-        prefixes = {"" if name == MODEL else f"{name}_", "" if name == own else f"{name}_"}
+        prefixes = sorted({"" if name == MODEL else f"{name}_", "" if name == own else f"{name}_"})
         for prefix, (figure, value) in itertools.product(prefixes, figures.items()):
             if name not in (MODEL, POPULARITY) or figure not in evaluated:
                 way = "full_" * figure.startswith("full_")

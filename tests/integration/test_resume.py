@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from isobatch.tests.integration.helpers import RAGGED, launch, rows, succeed, summary
+from isobatch.tests.integration.helpers import RAGGED, launch, rows, run_code, succeed, summary
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -87,6 +87,67 @@ def test_lost_rows_of_the_log_are_named_and_no_step_stands_twice(
     assert verified.returncode == 3
     # The seal before the changed row is the first to differ.
     assert ("was changed" if harm == "changed" else "were lost or changed") in verified.stdout
+
+
+STOPPED_AFTER = """
+import importlib, os, signal, sys
+from isobatch.launch import cli
+
+module, name = importlib.import_module(sys.argv[1]), sys.argv[2]
+whole = getattr(module, name)
+
+def interrupted(*words):
+    try:
+        whole(*words)
+        os.kill(os.getpid(), signal.SIGTERM)
+    except Exception:
+        os._exit(9)
+    raise AssertionError("the signal was not heard")
+
+setattr(module, name, interrupted)
+sys.argv[1:3] = []
+sys.exit(cli.main())
+"""
+CLASSICS = ["--task", "recommender", "--preset", "classics", "--quiet"]
+
+
+@pytest.mark.parametrize(
+    ("words", "place"),
+    [
+        (SETTINGS, "isobatch.engine.trainer.finish _export"),
+        (CLASSICS, "isobatch.models.recommendation.classics als_vectors"),
+        pytest.param(
+            [*CLASSICS, "--split", "none"],
+            "isobatch.models.recommendation.classics als_vectors",
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["export", "measured", "unmeasured"],
+)
+def test_a_stop_while_it_finishes_is_heard_and_leaves_no_part_of_final(
+    words: list[str], place: str, tmp_path: Path
+) -> None:
+    succeed("auto", *words, "--name", "whole", "--processes", "1", cwd=tmp_path)
+    whole, run = tmp_path / "runs" / "whole", tmp_path / "runs" / "cut"
+    other = ["auto", *words, "--name", "cut", "--processes", "1", "--again"]
+    done = run_code(STOPPED_AFTER, *place.split(), *other, cwd=tmp_path)
+    assert done.returncode == 75, done.stderr
+    assert summary(run)["status"] == "stopped"
+    assert not (run / "final").exists()
+    if words is not SETTINGS:
+        asked = launch("recommend", str(run), "--user", "1", cwd=tmp_path)
+        assert (asked.returncode, asked.stderr.count("\n")) == (2, 1)
+        assert "has no final/ yet: it is stopped; `resume " in asked.stderr
+    succeed("resume", str(run), "--quiet", cwd=tmp_path)
+    assert not (run / ".final.tmp").exists()
+    found, wanted = (summary(folder) for folder in (run, whole))
+    assert found["metrics"] == wanted["metrics"]
+    files = [{p.name: p.read_bytes() for p in (one / "final").iterdir()} for one in (run, whole)]
+    assert files[0] == files[1]
+    verified = succeed("verify", str(run), cwd=tmp_path).stdout
+    assert ("which have no steps" in verified) is (words is not SETTINGS)
+    succeed("receipt", str(run), cwd=tmp_path)
+    succeed("receipt", "check", str(run / "receipt.json"), cwd=tmp_path)
 
 
 def test_a_begun_run_keeps_its_precision(tmp_path: Path) -> None:

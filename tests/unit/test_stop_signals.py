@@ -34,6 +34,15 @@ def test_a_signal_sets_the_flag_and_handlers_come_back(number: signal.Signals) -
     assert signal.getsignal(number) is before
 
 
+def test_where_nobody_asks_for_the_flag_the_first_signal_interrupts() -> None:
+    with StopFlag() as stop:
+        stop.interrupts = True
+        with pytest.raises(TerminatedError):
+            signal.raise_signal(signal.SIGTERM)
+        assert stop.requested
+        signal.raise_signal(signal.SIGTERM)  # what it ends is not disturbed again
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_before_training_is_one_line_and_75(
     number: signal.Signals, capsys: pytest.CaptureFixture[str]
