@@ -148,8 +148,9 @@ class MatchesShapes(Protocol):
 class KeepsRows(Protocol):
     """Its tables have a row for each of something that the data names, and data may name others later."""
 
-    def kept_rows(self, run: Path, facts: Facts) -> Mapping[str, np.ndarray]:
-        """Parameter -> for each of its rows the row of it in an earlier run with which it begins.
+    def kept_rows(self, run: Path, facts: Facts) -> tuple[Mapping[str, np.ndarray], str]:
+        """(parameter -> for each of its rows the row of it in an earlier run with which it begins, a line on
+        how many there are). Raises UserError where there are none.
 
         -1: the mean of all that are not zero; -2: zeros.
         """

@@ -79,7 +79,7 @@ class Interactions(TokenizedData):
     """
 
     Options: ClassVar[type] = InteractionOptions
-    version: ClassVar[int] = 7
+    version: ClassVar[int] = 8
     cache_name: ClassVar[str] = "data.interactions.Interactions"
     demo_vocabulary_size: ClassVar[int] = 512
 
@@ -165,12 +165,8 @@ class Interactions(TokenizedData):
         catalogue.mkdir()
         arrays = {"tokens": tokens.values, "offsets": tokens.offsets, "user_text": of_users}
         arrays |= {"item_text": of_items, "counts": counts, "seen": found.seen}
-        arrays |= {
-            "history": found.history,
-            "starts": found.starts,
-            "trained": found.logs["train"].counts("user", len(users)),
-            "recent": found.recent_counts(),
-        }
+        arrays |= {"history": found.history, "starts": found.starts, "recent": found.recent_counts()}
+        arrays["trained"] = found.logs["train"].counts("user", len(users))
         for name, array in arrays.items():
             save_array(catalogue / f"{name}.npy", array)
         tokenizer.save(str(folder / TOKENIZER_FILE))
@@ -224,7 +220,9 @@ class Interactions(TokenizedData):
             no_rivals = np.union1d(had, keys) if once else keys
             columns["rivals"] = draw_eval_negatives(user, no_rivals, size, count)
         save(folder / TEST, columns)
-        return {}
+        same = int(are_in(keys, np.load(Path(facts.folder) / CATALOGUE / "seen.npy")).sum())
+        said = f"{same:,} of its {len(keys):,} interactions were trained on, so the figures flatter the run"
+        return {"notes": [said]} if same else {}
 
     def describe_rows(self, facts: Facts, batch: Mapping[str, np.ndarray]) -> list[str]:
         names = self._names(facts)

@@ -49,11 +49,10 @@ def demo_interactions() -> RawInteractions:
 
 
 def _reader_texts(taste: np.ndarray, rng: np.random.Generator) -> dict[str, str]:
-    found = {}
-    for reader, (first, _) in enumerate(taste):
-        job = GENRES[first]["jobs"][rng.integers(2)]
-        found[str(reader)] = f"{AGES[rng.integers(len(AGES))]} {job}"
-    return found
+    jobs_and_ages = (
+        (GENRES[first]["jobs"][rng.integers(2)], AGES[rng.integers(len(AGES))]) for first, _ in taste
+    )
+    return {str(reader): f"{age} {job}" for reader, (job, age) in enumerate(jobs_and_ages)}
 
 
 def _book_texts(genre: np.ndarray, rng: np.random.Generator) -> dict[str, ItemText]:

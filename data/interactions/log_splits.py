@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 RECENT_SHARES = (1 / 4, 1 / 16, 1 / 64)
 """Of the training interactions, the latest in which the popularity of items is counted."""
+LEAST_RECENT = 100
+"""Interactions in such a window at least, ten for each place of a list of ten. With fewer most items have
+none, and as equal scores count half, any item held out may then stand among the first ten of twenty."""
 
 
 class Numbering:
@@ -155,10 +158,8 @@ class LogSplits:
     def _split(self, parts: dict[str, InteractionLog]) -> dict[str, InteractionLog]:
         data, method = self.recipe.data, self.method
         given = "train" in parts
-        if method == "none" and given:
-            return {"train": self._without_repeats(joined(parts.values()), "all")}
         if method == "none":
-            return {"train": parts["all"]}
+            return {"train": self._without_repeats(joined(parts.values()), "all")}
         if method == "given":
             if not given:
                 raise UserError(f"--split given: {data} has no train file: name them train, valid and test")
@@ -193,15 +194,20 @@ class LogSplits:
 
     def _in_time(self) -> tuple[np.ndarray, np.ndarray]:
         """Training comes before validation, and that before the test, whatever the times say."""
-        parts = [
-            *self.before,
-            *(self.logs[split] for split in ("train", "valid", "test") if split in self.logs),
-        ]
+        ordered = (self.logs[split] for split in ("train", "valid", "test") if split in self.logs)
+        parts = [*self.before, *ordered]
         whole = joined(parts)
         of_part = np.repeat(np.arange(len(parts)), [len(log) for log in parts])
         order = in_time(whole)
         order = order[np.lexsort((of_part[order], whole.user[order]))]  # stable
-        return whole.item[order], np.append(0, np.cumsum(whole.counts("user", len(self.users))))
+        user, item, time = whole.user[order], whole.item[order], whole.time[order]
+        if self.has_times and self.method in ("leave-one-out", "last", "users"):
+            out = of_part[order] > len(self.before)
+            tied = out[1:] & (user[1:] == user[:-1]) & (time[1:] == time[:-1]) & (item[1:] != item[:-1])
+            if some := len(np.unique(user[1:][tied])):
+                of = f"of {some:,} of {len(np.unique(user[out])):,} held-out users the last items are tied"
+                self.notes.append(f"{of} (one time): the larger id counts as the later")
+        return item, np.append(0, np.cumsum(whole.counts("user", len(self.users))))
 
     def _inputs(self, split: str) -> np.ndarray:
         """(users,) how many of each user's interactions, from the first on, are the input for this split."""
@@ -266,12 +272,12 @@ class LogSplits:
 
     def recent_counts(self) -> np.ndarray:
         """(windows, items) how often each item is among the latest training interactions; no window where
-        there are no times.
+        there are no times, or fewer than LEAST_RECENT interactions in it.
         """
         train, items = self.logs["train"], len(self.items)
         latest = train.item[np.argsort(train.time, kind="stable")[::-1]]
-        shares = RECENT_SHARES if self.has_times else ()
-        counts = [np.bincount(latest[: round(share * len(train))], minlength=items) for share in shares]
+        sizes = [round(share * len(train)) for share in RECENT_SHARES if self.has_times]
+        counts = [np.bincount(latest[:size], minlength=items) for size in sizes if size >= LEAST_RECENT]
         return np.array(counts, np.int64).reshape(-1, items)
 
     def columns(self) -> Mapping[str, Columns]:

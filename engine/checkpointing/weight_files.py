@@ -57,12 +57,14 @@ def open_start(origin: Mapping[str, Any], task: Task, facts: Facts) -> CarriedOv
         raise UserError(f"the recipe starts from {folder}, and it is not there: put it back")
     if bytes_digest(folder / CHECKSUMS) != origin["digest"]:
         raise UserError(f"the recipe starts from {folder}, and that is another checkpoint now")
-    rows = task.kept_rows(Path(origin["run"]), facts) if isinstance(task, KeepsRows) else {}
+    rows = task.kept_rows(Path(origin["run"]), facts)[0] if isinstance(task, KeepsRows) else {}
     return CarriedOver(SavedCheckpoint(folder), rows)
 
 
-def load_start_weights(origin: Mapping[str, Any], model: nn.Module, task: Task, facts: Facts) -> None:
-    """Set the model's weights to those of the checkpoint that `starts_from` names.
+def load_start_weights(
+    origin: Mapping[str, Any], model: nn.Module, task: Task, facts: Facts, only_check: bool = False
+) -> None:
+    """Set the model's weights to those of the checkpoint that `starts_from` names, or only see that they fit.
 
     What that run did not train keeps its values. Raises UserError as `open_start`, and where its weights are
     not this model's.
@@ -83,7 +85,7 @@ def load_start_weights(origin: Mapping[str, Any], model: nn.Module, task: Task, 
             " of them lacks it; keep the flags that make the model"
         )
     with torch.no_grad():
-        for name in names:
+        for name in () if only_check else names:
             targets[name].copy_(saved.read(WEIGHT + name))
 
 

@@ -17,11 +17,10 @@ from isobatch.core.terminal.console import print_answer, print_lines
 from isobatch.core.terminal.status import doing
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.commands.export import export_form
-from isobatch.launch.commands.plan import prepared_facts
 from isobatch.launch.local import words as flag_words
 from isobatch.launch.local.arguments import known_flags, parse_request, refuse_unknown, split_words
 from isobatch.launch.local.launch_run import AutoOptions, find_or_train
-from isobatch.launch.local.run_setup import held_out
+from isobatch.launch.local.run_setup import held_out, prepared_facts
 from isobatch.launch.report import pareto
 from isobatch.launch.report.page import text_of, write_report
 from isobatch.models.encoder import baselines, evaluation, int8, problems
@@ -127,7 +126,7 @@ def _possible(quantize: tuple[str, ...], flags: Mapping[str, str]) -> tuple[str,
         return quantize
     request = parse_request(_words_of(STAGES[0], flags), "auto", AutoOptions)
     try:
-        int8.check_calibration(int8.STATIC, prepared_facts(request, request.workload.make(request.recipe)[1]))
+        int8.check_calibration(int8.STATIC, prepared_facts(request, *request.workload.make(request.recipe)))
     except UserError as error:
         if quantize == ("static",):
             raise

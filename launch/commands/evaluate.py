@@ -154,13 +154,15 @@ def _hold_out(replay: Replay, file: str, folder: Path) -> str:
     """Prepare the samples of a file in `folder` as those of the run were; the name of their split."""
     run, path, state = replay.run, Path(file).expanduser(), replay.state
     if not path.is_file():
-        raise UserError(f"--test {file}: there is no such file")
+        what = "is a folder: give one file of it" if path.is_dir() else "there is no such file"
+        raise UserError(f"--test {file}: {what}")
     _, data = workload_of(run.recipe).make(dataclasses.replace(run.recipe, data=str(path), format=None))
     try:
-        sizes, name = data.prepare_test(folder, run.facts), path.name
+        sizes, name = {**data.prepare_test(folder, run.facts)}, path.name
     except UserError as error:
         said = str(error).replace("--data ", "--test ").replace("--file ", "--test ")
         raise UserError(f"{said} (it is read as the data of {run.folder} was)") from None
+    print_lines(*(f"--test {file}: {note}" for note in sizes.pop("notes", ())))
     replay.builder.hold_out(name, data.open(folder, TEST), fingerprint(folder))
     extra = {key: value for key, value in run.facts.extra.items() if key != "sets"}
     state.facts = dataclasses.replace(run.facts, extra={**extra, "splits": {name: sizes}})

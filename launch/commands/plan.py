@@ -9,19 +9,17 @@ from functools import partial
 from typing import Any
 
 from isobatch.core.errors import UserError
-from isobatch.core.facts import Facts
 from isobatch.core.measures import format_bytes, format_duration, parse_duration
 from isobatch.core.number_ranges import Count, Positive
 from isobatch.core.terminal.console import print_answer, print_lines
 from isobatch.engine.loading.prepare import assumed_facts
-from isobatch.engine.loading.prepare import prepare as prepare_data
 from isobatch.engine.machine.detect import detect
 from isobatch.engine.machine.hardware import Hardware, parse_hardware
 from isobatch.engine.planning import comparison
 from isobatch.engine.planning.choices import fixed_loader_settings
 from isobatch.engine.planning.estimate import Estimate, Target, estimate, parse_prices
 from isobatch.launch.local.arguments import Request, parse_request
-from isobatch.launch.local.run_setup import AnswerOptions
+from isobatch.launch.local.run_setup import AnswerOptions, prepared_facts
 
 HERE = "here"
 """The name of the machine that this command runs on."""
@@ -106,7 +104,14 @@ def _targets(request: Request, options: PlanCommandOptions, names: Sequence[str]
         length = options.assume_length * request.workload.task.rows_per_sample
         facts = assumed_facts(length, request.workload.data, request.recipe.tokenizer)
     else:
-        facts = prepared_facts(request, request.workload.make(request.recipe)[1])
+        task, data = request.workload.make(request.recipe)
+        facts = prepared_facts(request, task, data)
+        if origin := request.recipe.starts_from:  # training refuses what does not fit as it builds the model
+            from isobatch.engine.checkpointing.weight_files import load_start_weights
+            from isobatch.engine.model_setup.prepare_model import build_hollow
+
+            if model := build_hollow(partial(task.build_model, facts)):
+                load_start_weights(origin, model, task, facts, only_check=True)
     return [
         Target(name, request.workload, request.recipe, facts, machine, request.plan)
         for name, machine in machines.items()
@@ -118,11 +123,6 @@ def _machine(name: str, flag: str) -> Hardware:
         return detect() if name.lower() == HERE else parse_hardware(name)
     except UserError as error:
         raise UserError(str(error).replace("--hardware", flag, 1)) from None
-
-
-def prepared_facts(request: Request, data: Any) -> Facts:
-    """Prepare the data of a request where it is not in the cache."""
-    return prepare_data(data, partial(print_lines, quiet=request.run.quiet))
 
 
 def format_plan(found: Estimate, deadline: float | None) -> str:
@@ -184,7 +184,7 @@ def prepare(words: Sequence[str]) -> int:
     request = parse_request(words, "prepare", PrepareOptions)
     print_lines(*request.notes, quiet=request.run.quiet)
     task, data = request.workload.make(request.recipe)
-    facts = prepared_facts(request, data)
+    facts = prepared_facts(request, task, data)
     task.fetch()
     counts = ", ".join(f"{n:,} {split}" for split, n in facts.samples.items())
     lengths = f"up to {facts.longest} tokens (mean {facts.mean_length:.0f})"

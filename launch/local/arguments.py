@@ -213,7 +213,13 @@ def _read(
     chosen = workload(task)
     groups = _groups(chosen, options_class)
     known = _known(groups)
-    found = flag_words.translate(in_file, known).below(flag_words.translate(typed, known))
+    given = flag_words.translate(typed, known)
+    is_whole = all(name in in_file for name, flag in groups["recipe"].items() if flag.default is not None)
+    for name in ("preset", "mode") if is_whole else ():  # defaults, below the values of a whole recipe
+        if given.flags.get(name, in_file.get(name)) != in_file.get(name):
+            why = "the file or run of flags beside it has a value for each, so that it would not be followed"
+            raise UserError(f"--{name} {given.flags[name]}: {why}: leave it out, or type its flags instead")
+    found = flag_words.translate(in_file, known).below(given)
     refuse_unknown(found.flags, known, f"{command} --task {chosen.name}")
     return chosen, groups, found
 

@@ -35,6 +35,7 @@ from isobatch.engine.runs.run_folder import FolderTakenError, RunFolder, free_fo
 from isobatch.engine.runs.summary import first_held_out
 from isobatch.engine.task_files import task_file_problem
 from isobatch.launch.local.arguments import Request, read_command
+from isobatch.models.capabilities import KeepsRows
 
 if TYPE_CHECKING:
     from isobatch.core.recipe import Recipe
@@ -66,10 +67,21 @@ class DataOptions(AnswerOptions):
     """Where the data lies now, if it has moved."""
 
 
+def prepared_facts(request: Request, task: Any, data: Any) -> Facts:
+    """Prepare the request's data where it is not in the cache, and say what it shares with the run of --from.
+
+    Raises UserError.
+    """
+    facts = prepare(data, partial(print_lines, quiet=request.run.quiet))
+    if (origin := request.recipe.starts_from) and isinstance(task, KeepsRows):
+        print_lines(task.kept_rows(Path(origin["run"]), facts)[1], quiet=request.run.quiet)
+    return facts
+
+
 def prepare_facts(request: Request) -> Facts:
     """Prepare the request's data where it is not in the cache, and fetch its model. Raises UserError."""
     task, data = request.workload.make(request.recipe)
-    facts = prepare(data, partial(print_lines, quiet=request.run.quiet))
+    facts = prepared_facts(request, task, data)
     if sys.stderr.isatty() and not request.run.quiet:
         from isobatch.launch.local.shown_samples import shown_samples
 

@@ -70,9 +70,7 @@ def final_figures(
     """
     thin = validation and _thinned(net, validation)
     fitted, best = _fitted(net, thin, k), MODEL if has_model else EASE
-    found: dict[str, Any] = {}
-    for name, one in fitted.items():
-        found |= {f"{name}_{setting}": value for setting, value in one.settings.items()}
+    found: dict[str, Any] = {f"{n}_{of}": v for n, one in fitted.items() for of, v in one.settings.items()}
     if thin is not None:
         scorers = _scorers(net, {name: one.arrays for name, one in fitted.items()})
         ndcg = {name: one.full_ndcg for name, one in fitted.items()}
@@ -106,8 +104,8 @@ def _ndcg(net: Any, scorer: ranking.Scorer, batches: Batches, k: int) -> float:
 def _fitted(net: Any, validation: Batches | None, k: int) -> dict[str, Fitted]:
     """Each classic as it ranks best among all items; without `validation` with the first of its settings."""
     net.eval()
-    x = input_matrix(net, torch.arange(len(net.user_text)), net.trained.cpu())
-    data, found = TrainingPairs(x, x.t().to_sparse_csr(), net.recent.cpu()), dict[str, Fitted]()
+    x, found = input_matrix(net, torch.arange(len(net.user_text)), net.trained.cpu()), dict[str, Fitted]()
+    data = TrainingPairs(x, x.t().to_sparse_csr(), net.recent.cpu(), int(net.counts.sum()))
     for name, classic in CLASSICS.items():
         doing(f"fitting {BASELINES[name]}")
         for settings, arrays in classic.fit(data, validation is not None):

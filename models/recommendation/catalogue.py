@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +38,7 @@ class Catalogue:
     """(users,) number of each user's training interactions."""
     recent: np.ndarray
     """(windows, items) how often each item is among the latest training interactions; no window where there
-    are no times."""
+    are no times, or too few interactions."""
 
     @classmethod
     def read(cls, folder: str | Path) -> Catalogue:
@@ -51,21 +52,32 @@ def read_names(folder: str | Path) -> dict[str, list[str]]:
     return json.loads((Path(folder) / CATALOGUE_FOLDER / NAMES_FILE).read_text())
 
 
-def kept_rows(final: Path, folder: str | Path, reads_texts: bool) -> dict[str, np.ndarray]:
-    """Table -> the row of an earlier run for each user or item of the data, by the name that both have.
+def kept_rows(
+    final: Path, folder: str | Path, sides: Iterable[str], reads_texts: bool
+) -> tuple[dict[str, np.ndarray], str]:
+    """(table -> the row of an earlier run for each user or item of the data, by the name that both have; how
+    many these are, a line). `sides`: those with vectors of their own, of `user` and `item`.
 
     New ones begin with the mean (-1), or with zeros (-2) where training has nothing of them, or where their
-    texts speak for them. Raises UserError where `final` has no names.
+    texts speak for them. Raises UserError where `final` has no names, or where none is known and
+    no texts are read.
     """
     if not (final / NAMES_FILE).is_file():
         raise UserError(f"--from {final.parent}: has no {NAMES_FILE} of its users and items: put final/ back")
     before, now = json.loads((final / NAMES_FILE).read_text()), read_names(folder)
     seen, items = Catalogue.read(folder).seen, len(now["items"])
-    found = {}
-    for what, trained in (("user", seen // items), ("item", seen % items)):
+    found, said, known, trained = {}, [], 0, {"user": seen // items, "item": seen % items}
+    for what in sides:
         numbers = {name: number for number, name in enumerate(before[f"{what}s"])}
         rows = np.array([numbers.get(name, -1) for name in now[f"{what}s"]])
-        rows[np.setdiff1d(np.flatnonzero(rows < 0), trained)] = -2
+        kept = int((rows >= 0).sum())
+        new, gone, known = len(rows) - kept, len(numbers) - kept, known + kept
+        said.append(f"{kept:,} {what}s carried over, {new:,} new, {gone:,} gone")
+        rows[np.setdiff1d(np.flatnonzero(rows < 0), trained[what])] = -2
         found[f"{what}_bias.weight"] = rows
         found[f"{what}_ids.weight"] = np.where(rows < 0, -2, rows) if reads_texts else rows
-    return found
+    line = f"--from {final.parent}: {'; '.join(said)}"
+    if not (known or reads_texts):
+        way = f"give data with the ids of that run, or --like {final.parent}, which takes its recipe alone"
+        raise UserError(f"{line}: {way}")
+    return found, line

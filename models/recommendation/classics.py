@@ -50,6 +50,8 @@ class TrainingPairs(NamedTuple):
     """(items, users): x transposed."""
     recent: Tensor
     """(windows, items) counts of the latest interactions."""
+    rows: int
+    """Number of interactions, also those of one pair."""
 
 
 class Classic(NamedTuple):
@@ -137,9 +139,8 @@ def weighted_sums(kept: Arrays, x: Tensor) -> Tensor:
 
 def fit_recent(data: TrainingPairs, tune: bool) -> Iterator[tuple[Settings, Arrays]]:
     """Popularity in the latest interactions; `share`: of all, that are counted."""
-    whole = max(1, len(data.x.col_indices()))
     for counts in data.recent if tune else data.recent[:1]:
-        yield {"share": round(float(counts.sum()) / whole, 4)}, {"counts": counts.clone()}
+        yield {"share": round(int(counts.sum()) / data.rows, 4)}, {"counts": counts.clone()}
 
 
 def fit_knn(data: TrainingPairs, tune: bool) -> Iterator[tuple[Settings, Arrays]]:
@@ -213,8 +214,7 @@ def _sparse_ease(data: TrainingPairs, lambdas: Iterable[float]) -> Iterator[tupl
                 parts.append((nearest[part][there], same[there], weights[there]))
         del grams  # it would stay while the fits are ranked
     for l2, parts in found.items():
-        made = item_weights(parts, items)
-        yield {"lambda": l2, "neighbours": k}, made
+        yield {"lambda": l2, "neighbours": k}, item_weights(parts, items)
 
 
 def _nearest(data: TrainingPairs, targets: Tensor, k: int) -> tuple[Tensor, Tensor]:

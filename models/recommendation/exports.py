@@ -86,11 +86,9 @@ def export_vectors(final: Path, folder: Path, by: str) -> dict[str, Any]:
     lists = open_recommendations(final, by)
     if not lists.has_vectors:
         raise UserError(f"--to vectors: --head {lists.head} has no vectors to multiply: --to vectors-als")
-    users, (items, bias) = (
-        lists.vectors(np.arange(len(lists.users))),
-        map(lists.arrays.get, ("items", "bias")),
-    )
-    users, items = np.column_stack([users, np.ones_like(users[:, 0])]), np.column_stack([items, bias])
+    users = lists.vectors(np.arange(len(lists.users)))
+    users = np.column_stack([users, np.ones_like(users[:, 0])])
+    items = np.column_stack([lists.arrays["items"], lists.arrays["bias"]])
     compared = min(COMPARED, len(users))
     scores = np.stack([lists.scores(number) for number in range(compared)])
     worst = float(abs(users[:compared] @ items.T - scores).max() / max(1.0, abs(scores).max()))

@@ -526,7 +526,7 @@ class BaselineRecommendations(Recommendations):
             names = [name for name in file.keys() if name.partition(".")[0] == by]  # noqa: SIM118  no mapping
             self._kept = {name.removeprefix(f"{by}."): file.get_tensor(name) for name in names}
         if not self._kept:
-            why = "nothing was held out to choose one by" if by == BLEND else "this data has no times"
+            why = "nothing was held out to choose one by" if by == BLEND else "no times, or few interactions"
             raise RecommendationError(f"--by {by}: {BASELINES.get(by, by)} is not kept here: {why}")
         if by == BLEND:
             shares = sorted(((float(share[0]), name) for name, share in self._kept.items()), reverse=True)

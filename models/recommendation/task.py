@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from isobatch.core.errors import UserError, refuse
 from isobatch.core.number_ranges import Positive, Probability
-from isobatch.core.recipe import DEMO, Recipe
+from isobatch.core.recipe import Recipe
 from isobatch.models import hub
 from isobatch.models.base import Batch, Loss, ModelSize, Phase, Rows, StepContext, Sum, Task
 from isobatch.models.causal_lm import model_sizes
@@ -116,21 +116,12 @@ class Recommender(Task):
     fast: ClassVar = {"train_fraction": 0.3, "eval_fraction": 0.5, "min_delta": 0.002}
     presets: ClassVar = {
         "sequence": {
-            "samples": "sequences",
-            "text": "off",
-            **{"batch_size": 256, "max_length": 50, "negatives": 256},
+            **{"samples": "sequences", "text": "off", "batch_size": 256, "max_length": 50, "negatives": 256},
             **{"dropout": 0.3, "lr": 2e-3, "epochs": [60], "least_steps": 1000},
         },
         "ids": {  # Rendle et al. 2020: a product of vectors, logistic loss, regularized, wide
-            "text": "off",
-            "loss": "bce",
-            "negatives": 8,
-            "dim": 192,
-            "l2": 0.0025,
-            "lr": 2e-3,
-            "schedule": "cosine",
-            "epochs": [30],
-            "least_steps": 1800,
+            **{"text": "off", "loss": "bce", "negatives": 8, "dim": 192, "l2": 0.0025},
+            **{"lr": 2e-3, "schedule": "cosine", "epochs": [30], "least_steps": 1800},
         },
         "classics": {"text": "off", "head": "none", "dim": 1},
     }
@@ -352,7 +343,8 @@ class Recommender(Task):
         from isobatch.models.recommendation import baselines
 
         baselines.fit_unmeasured(model, final, self._has_network)
-        return "nothing tells whether the model or a baseline ranks better: choose by a run with a split"
+        which = "whether the model or a baseline" if self._has_network else "which of the classics"
+        return f"nothing tells {which} ranks better: choose by a run with a split"
 
     def kept_metrics(
         self, model: Any, final: Path, batches: Callable[[], Iterable[Batch]]
@@ -364,8 +356,6 @@ class Recommender(Task):
 
     def final_remark(self, metrics: Mapping[str, Any]) -> str:
         """What ranks the lists; which baseline ranks better than the model, the best of them; what to try."""
-        if self.recipe.data == DEMO:
-            return ""
         other = "" if self.recipe.preset else "; try --preset ids"
         said = _verdict(metrics, self.options.top_k, other) if self._has_network else ""
         best = metrics.get("best_on_validation", MODEL if self._has_network else EASE)
@@ -374,10 +364,11 @@ class Recommender(Task):
         lists = f"lists are by {BASELINES[best]} unless --by names another"
         return "; ".join(filter(None, (said, lists)))
 
-    def kept_rows(self, run: Path, facts: Facts) -> Mapping[str, Any]:
+    def kept_rows(self, run: Path, facts: Facts) -> tuple[Mapping[str, Any], str]:
         from isobatch.models.recommendation.catalogue import kept_rows
 
-        return kept_rows(run / "final", facts.folder, self.options.text != "off")
+        sides = ("item",) if self.in_sequences else ("user", "item")
+        return kept_rows(run / "final", facts.folder, sides, self.options.text != "off")
 
     def open_lists(self, final: Path, by: str = BEST) -> recommendations.Recommendations:
         with hub.reading(final):

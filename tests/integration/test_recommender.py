@@ -291,7 +291,8 @@ def test_a_run_goes_on_with_users_and_items_that_came_and_without_those_that_wen
     flags = ["--text=off", "--dim=8", "--batch-size=32", "--quiet"]
     succeed("auto", "--task=recommender", "--data=old.csv", "--epochs=2", "--name=old", *flags, cwd=tmp_path)
     still = ["--from=runs/old", "--data=new.csv", "--steps=0"]
-    succeed("auto", *still, "--name=new", cwd=tmp_path)
+    came = succeed("auto", *still, "--name=new", "--no-quiet", cwd=tmp_path)
+    assert "36 users carried over, 8 new, 4 gone; 27 items carried over, 5 new, 3 gone" in came.stderr
     held = {}
     for run in ("old", "new"):
         final = tmp_path / "runs" / run / "final"
@@ -321,8 +322,11 @@ def test_a_run_goes_on_with_users_and_items_that_came_and_without_those_that_wen
     assert moments["old"]["step"] > 0
     for name, row in moments["new"].items():
         assert np.array_equal(row, moments["old"].get(name, np.zeros(8))), name
-    assert "keep the flags that make the model" in complaint(
-        launch("auto", *still, "--dim=4", "--name=other", cwd=tmp_path)
-    )
+    for dry in ([], ["--dry-run"]):
+        refused = launch("auto", *still, "--dim=4", "--name=other", *dry, cwd=tmp_path)
+        assert "keep the flags that make the model" in complaint(refused)
+    write("strange.csv", range(90, 99), range(90, 99), 1)
+    strange = launch("auto", "--from=runs/old", "--data=strange.csv", "--name=other", cwd=tmp_path)
+    assert "0 items carried over, 9 new, 30 gone: give data with the ids of that run" in complaint(strange)
     shutil.rmtree(tmp_path / "runs" / "old" / "final")
     assert "final/ back" in complaint(launch("auto", *still, "--name=gone", cwd=tmp_path))

@@ -51,7 +51,7 @@ def every(lists: Recommendations) -> np.ndarray:
 
 def training(model: RecommenderNet) -> classics.TrainingPairs:
     x = baselines.input_matrix(model, torch.arange(USERS), model.trained)
-    return classics.TrainingPairs(x, x.t().to_sparse_csr(), model.recent)
+    return classics.TrainingPairs(x, x.t().to_sparse_csr(), model.recent, int(model.counts.sum()))
 
 
 def dense(kept: dict[str, Any]) -> np.ndarray:
@@ -233,9 +233,16 @@ def test_what_is_not_kept_is_refused_in_one_line(tmp_path: Path) -> None:
     model, _ = write_model(tmp_path)
     model.recent = torch.zeros(0, ITEMS)
     baselines.fit_unmeasured(model, tmp_path)
-    for by, why in {"recent": "this data has no times", "blend": "nothing was held out"}.items():
+    for by, why in {"recent": "no times, or few", "blend": "nothing was held out"}.items():
         with pytest.raises(UserError, match=f"--by {by}: .* is not kept here: {why}"):
             recommender().open_lists(tmp_path, by)
+
+
+def test_the_share_of_recent_interactions_is_one_of_interactions_not_of_pairs(tmp_path: Path) -> None:
+    model, _ = write_model(tmp_path)
+    once = [settings["share"] for settings, _ in classics.fit_recent(training(model), True)]
+    model.counts, model.recent = model.counts * 3, model.recent * 3  # each pair three times
+    assert [settings["share"] for settings, _ in classics.fit_recent(training(model), True)] == once
 
 
 def test_intervals_count_rows_of_a_user_together() -> None:

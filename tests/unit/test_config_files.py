@@ -76,6 +76,22 @@ def test_a_run_is_a_file_of_flags(task: str, tmp_path: Path) -> None:
     assert (longer.steps, longer.epochs, longer.lr) == (None, (2.0,), 1.7e-4)
 
 
+@pytest.mark.parametrize("source", ["--like", "--from", "--config", "dumped"])
+@pytest.mark.parametrize("word", ["--preset=sequence", "--mode=fast", "--fast"])
+def test_a_set_of_defaults_is_refused_where_a_whole_recipe_says_it_all(
+    source: str, word: str, tmp_path: Path
+) -> None:
+    wanted = ask("--task", "recommender", "--preset", "ids").recipe
+    (tmp_path / "recipe.json").write_text(json.dumps({**wanted.to_dict(), "hash": wanted.hash()}))
+    (tmp_path / "dumped.yaml").write_text(request_text(ask("--task", "recommender", "--preset", "ids")))
+    file = {"--config": "recipe.json", "dumped": "dumped.yaml"}.get(source, "")
+    source, place = source.replace("dumped", "--config"), str(tmp_path / file)
+    with pytest.raises(UserError, match="has a value for each, so"):
+        ask(source, place, word)
+    if source != "--from":
+        assert ask(source, place, "--preset", "ids", "--mode", "full").recipe.hash() == wanted.hash()
+
+
 def test_a_run_without_options_is_no_file_of_flags(tmp_path: Path) -> None:
     """Else what it names would count as typed."""
     (tmp_path / "recipe.json").write_text('{"task": "causal-lm", "data": "/somebody/elses.txt", "hash": ""}')

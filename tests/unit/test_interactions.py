@@ -360,10 +360,31 @@ def test_a_file_is_rated_and_known_as_the_data_of_the_run(tmp_path: Path) -> Non
     new = [f"u1,{next(i for i in names['items'] if f'u1,{i},' not in ' '.join(rows))},9,5", "u2,i0,9,1"]
     (tmp_path / "more.csv").write_text("\n".join(["user,item,time,rating", *held_out, *new]))
     data = asked(tmp_path / "more.csv", min_rating=4.0, eval_negatives=0)
-    data.prepare_test(tmp_path / "found", facts)
+    assert data.prepare_test(tmp_path / "found", facts) == {}
     source = data.open(tmp_path / "found", "test")
     found = source.fetch(np.arange(len(source)))
     assert found["inputs"].tolist() == [3] * 7  # of five rows two are held out; the row rated 1 is none
     (tmp_path / "more.csv").write_text("\n".join(["user,item", new[0].rsplit(",", 2)[0]]))
     data.prepare_test(tmp_path / "again", facts)
     assert data.open(tmp_path / "again", "test").fetch(np.arange(1))["inputs"].tolist() == [5]
+    known = [f"{u},{i}" for u, i in ids(facts, splits["train"])]
+    (tmp_path / "more.csv").write_text("\n".join(["user,item", *known[:3], "u2,i0"]))
+    (note,) = data.prepare_test(tmp_path / "trained", facts)["notes"]
+    assert note.startswith("3 of its 4 interactions were trained on")
+
+
+@pytest.mark.parametrize(("split", "users"), [("leave-one-out", 20), ("last", 20), ("users", 4), ("time", 0)])
+@pytest.mark.parametrize("at_once", [1, 2, 3])
+def test_who_is_held_out_among_ties_is_said_and_no_recent_window_is_thin(
+    split: str, users: int, at_once: int, tmp_path: Path
+) -> None:
+    rows = [f"u{u},i{(u + 7 * n) % 50},{n // at_once}" for u in range(20) for n in range(30)]
+    (tmp_path / "log.csv").write_text("\n".join(["user,item,time", *rows]))
+    facts, splits = made(tmp_path / "log.csv", split=split, eval_negatives=0)
+    said = [note for note in facts.extra["notes"] if "are tied" in note]
+    assert len(said) == (users > 0 and at_once > 1)
+    assert all(note.startswith(f"of {users} of {users} held-out users") for note in said)
+    train = len(splits["train"]["user"])
+    sizes = Catalogue.read(facts.folder).recent.sum(1).tolist()
+    assert sizes == [round(train * share) for share in (1 / 4, 1 / 16, 1 / 64) if train * share >= 100]
+    assert len(sizes) == 1
