@@ -212,6 +212,10 @@ class ModelSize:
     """Whether the scores of its attention draw, too."""
     ranked: int = 0
     """Scores that are ranked for each held-out sample."""
+    fit_bytes: float = 0.0
+    """Peak of what a run's end fits in host memory beside the model, such as baselines."""
+    fit_seconds: float = 0.0
+    """Of a core, for these fits."""
     distinct: int = 0
     """Most different inputs that held-out samples have, where it is known."""
     needs_transformers: bool = True

@@ -38,7 +38,7 @@ EXPORT_SECONDS = 1.5
 DISK_BANDWIDTH = 5e8
 """Bytes/s of a checkpoint or an export (uncalibrated)."""
 RANKED_SECONDS = 1.5e-8
-"""Of a core, to rank one score of a held-out sample (measured)."""
+"""Of a core of an AMD EPYC, to rank one score of a held-out sample."""
 RANKINGS_TO_TUNE, RANKINGS_OF_KEPT = 20, 7
 """Of a split at the end of a run that ranks: to choose the baselines' settings, and of all that is kept."""
 FORWARD_SHARE = 1 / 3
@@ -174,7 +174,9 @@ def run_time(target: Target, plan: Plan, size: ModelSize) -> tuple[int, dict[str
 def evaluation_seconds(
     recipe: Recipe, facts: Facts, schedules: Sequence[PhaseSchedule], size: ModelSize, plan: Plan
 ) -> float:
-    """Predicted seconds of all evaluations of a run, on a processor those of what it ranks among them."""
+    """Predicted seconds of all evaluations of a run, those of what its end fits and, on a processor, ranks
+    among them.
+    """
     # The evaluation at a phase's end belongs to the run's end.
     often = sum((s.steps - 1) // max(1, s.eval_every) for s in schedules)
     valid = math.ceil(facts.samples.get("valid", 0) * recipe.eval_fraction)
@@ -184,8 +186,8 @@ def evaluation_seconds(
     ranked = size.ranked * (evaluated + RANKINGS_TO_TUNE * tuned * (kept > 0) + RANKINGS_OF_KEPT * kept)
     computed = often * min(valid, most) + at_end * (min(kept, most) + min(tuned, most))
     cores = plan.processes * (plan.threads or 1)
-    ranking = ranked * RANKED_SECONDS / cores if plan.device == "cpu" else 0.0
-    return computed * (FORWARD_SHARE * plan.predicted_step_seconds / recipe.batch_size) + ranking
+    at_end = size.fit_seconds + (ranked * RANKED_SECONDS / cores if plan.device == "cpu" else 0.0)
+    return computed * (FORWARD_SHARE * plan.predicted_step_seconds / recipe.batch_size) + at_end
 
 
 def parse_prices(text: str | None) -> dict[str, float]:

@@ -78,7 +78,7 @@ class MemoryFootprint:
     evaluation: float
     """Activations and logits of a forward pass without a backward pass."""
     exported: float
-    """Copies of the weights that an export makes on the training device."""
+    """What a run's end holds beside: copies of the weights, or what it fits."""
     held_back: float
     """Share of a step's freed memory that stays with the process."""
 
@@ -162,7 +162,7 @@ def memory_footprint(
         evaluation=slack * evaluated * one_layer
         + slack * logits_bytes(size, choices, evaluated) / 3
         + average / shards["weights"],  # a copy of the weights, while the average is in their place
-        exported=EXPORT_COPIES * 4.0 * size.parameters if on_cpu else 0.0,
+        exported=max(EXPORT_COPIES * 4.0 * size.parameters, size.fit_bytes) if on_cpu else 0.0,
         held_back=HELD_BACK if on_cpu else 0.0,
     )
 

@@ -217,12 +217,18 @@ def does_not_fit(case: PlanningCase, processes: int) -> str:
     """The error message where the longest sample does not fit on this many processes."""
     limit = memory_limit(case, processes)
     settings = (_choices(case, processes, *one) for one in strategies_to_try(case, processes))
-    need = min(_footprint(case, choices, case.longest).peak for choices in settings)
+    least = min((_footprint(case, choices, case.longest) for choices in settings), key=lambda one: one.peak)
+    need = least.peak
     if need <= limit:
         return (
             f"--strategy zero3-offload: it takes {format_bytes(offloaded_bytes(case, processes))} of RAM a"
             f" node, and there are {format_bytes(case.hardware.ram_bytes)}; take a smaller model or more"
             " memory"
+        )
+    if case.model_size.fit_bytes > 4.0 * case.model_size.parameters and need == least.stages["export"]:
+        return (
+            f"--memory-limit: what the run's end fits to the data needs {format_bytes(need)}, and"
+            f" {format_bytes(limit)} may be used; raise it, take more memory, or data of fewer items"
         )
     flag = "--assume-length" if case.facts.extra.get("assumed") else "--max-length"
     return (

@@ -123,7 +123,7 @@ def item_weights(parts: Iterable[tuple[Tensor, ...]], items: int) -> Arrays:
     sources, targets, values = map(torch.cat, zip(*parts, strict=True))
     kept = (values := values.half()) != 0
     sources, targets, values = sources[kept], targets[kept], values[kept]
-    order = (sources * items + targets).argsort()
+    order = (sources.long() * items + targets).argsort()
     narrow = torch.uint16 if items <= 1 << 16 else torch.int32
     starts = _starts(sources.bincount(minlength=items))
     return {"starts": starts, "targets": targets[order].to(narrow), "values": values[order]}
@@ -201,20 +201,22 @@ def _sparse_ease(data: TrainingPairs, lambdas: Iterable[float]) -> Iterator[tupl
     As fsSLIM (Ning and Karypis 2011) selects, with a ridge in place of an elastic net.
     """
     items, k = data.x.shape[1], EASE_NEIGHBOURS
-    found: dict[float, list[tuple[Tensor, ...]]] = {l2: [] for l2 in lambdas}
+    found = {l2: torch.zeros(items, k) for l2 in lambdas}
+    sources = torch.full((items, k), items, dtype=torch.int32)
     for targets in torch.arange(items).split(GRAMS_AT_ONCE // (k * k)):
         nearest, shared = _nearest(data, targets, k)
         grams = _grams_of(data, nearest)
+        sources[targets] = nearest.int()
         for part in torch.arange(len(targets)).split(max(1, FLOATS_AT_ONCE // (k * k))):
-            for l2, parts in found.items():
+            for l2, weights in found.items():
                 factors = torch.linalg.cholesky(grams[part] + l2 * torch.eye(k))
-                weights = torch.cholesky_solve(shared[part, :, None], factors)[..., 0]
-                there = nearest[part] < items
-                same = targets[part, None].expand_as(there)
-                parts.append((nearest[part][there], same[there], weights[there]))
+                weights[targets[part]] = torch.cholesky_solve(shared[part, :, None], factors)[..., 0]
         del grams  # it would stay while the fits are ranked
-    for l2, parts in found.items():
-        yield {"lambda": l2, "neighbours": k}, item_weights(parts, items)
+        return_freed_memory()
+    there = sources < items
+    same = torch.arange(items, dtype=torch.int32).repeat_interleave(there.sum(1))
+    for l2, weights in found.items():
+        yield {"lambda": l2, "neighbours": k}, item_weights([(sources[there], same, weights[there])], items)
 
 
 def _nearest(data: TrainingPairs, targets: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -235,23 +237,18 @@ def _grams_of(data: TrainingPairs, nearest: Tensor) -> Tensor:
     grams = torch.zeros(n * k, k)
     order = nearest.flatten().argsort(stable=True)
     distinct, counts = nearest.flatten()[order].unique_consecutive(return_counts=True)
-    degree, starts = data.of_items.crow_indices().diff(), _starts(counts)
-    size = max(1, FLOATS_AT_ONCE // (items + 1))
-    rows = torch.zeros(size, items + 1)
+    starts, size = _starts(counts), max(1, FLOATS_AT_ONCE // (items + 1))
     for first in range(0, len(distinct[distinct < items]), size):
         sources = distinct[first : first + size]
         sources = sources[sources < items]
-        owner, others, users = gram_rows(data, sources)
+        rows = product(rows_of(data.of_items, sources), data.x)
+        rows = torch.cat([rows, rows.new_zeros(len(rows), 1)], 1).view(-1)  # the last for no item
         return_freed_memory()
-        rows[owner, others] = users
-        rows[torch.arange(len(sources)), sources] = degree[sources].float()
         local = torch.repeat_interleave(torch.arange(len(sources)), counts[first : first + len(sources)])
         places = order[starts[first] : starts[first + len(sources)]]
         for part in torch.arange(len(places)).split(FLOATS_AT_ONCE // k):
             some, row = places[part], local[part]
-            grams[some] = rows.view(-1)[row[:, None] * (items + 1) + nearest[some // k]]
-        rows[owner, others] = 0
-        rows[torch.arange(len(sources)), sources] = 0
+            grams[some] = rows[row[:, None] * (items + 1) + nearest[some // k]]
     return grams.view(n, k, k)
 
 

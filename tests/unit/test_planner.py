@@ -212,6 +212,12 @@ def test_after_an_out_of_memory_the_budget_halves_down_to_one_sample() -> None:
         ("t4", GPT2, {"attention": "flash"}, "compute capability 8.0"),
         ("t4", GPT2, {"memory_limit": "120%"}, "--memory-limit 120%"),
         ("t4", GPT2, {"memory_limit": "1GB"}, "lower --max-length"),
+        (
+            "cpu:2x24gb",
+            sized(9, fit_bytes=2e9),
+            {"memory_limit": "2GB"},
+            "--memory-limit: .* fits .* 2.4.* GB",
+        ),
         ("rtx4080-laptop", SEVEN_B, {}, "take a smaller model"),
         ("8xh100", GPT2, {"processes": 4, "world": 8}, "the launcher formed a world of 8"),
     ],

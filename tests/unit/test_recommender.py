@@ -14,6 +14,7 @@ from torch import Tensor
 
 from isobatch.core.errors import UserError
 from isobatch.models.recommendation import losses, ranking
+from isobatch.models.recommendation.model_size import fit_costs
 from isobatch.models.recommendation.network import RecommenderNet
 from isobatch.models.recommendation.task import Recommender, RecommenderOptions
 from isobatch.tests.unit.test_text_encoder import encoder, texts
@@ -242,7 +243,8 @@ def test_bad_input_is_answered_in_one_line(options: dict[str, Any], message: str
 def test_model_size_counts_every_parameter(tmp_path: Path) -> None:
     for head, loss in (("dot", "sampled-softmax"), ("mlp", "sampled-softmax"), ("neumf", "bce")):
         task = recommender(text="off", head=head, loss=loss, dim=DIM, layers="12,6")
-        facts = SimpleNamespace(extra={"users": USERS, "items": ITEMS}, folder=str(tmp_path))
+        more = {"samples": {"train": 40}, "mean_length": 1.0}
+        facts = SimpleNamespace(extra={"users": USERS, "items": ITEMS}, folder=str(tmp_path), **more)
         made = RecommenderNet(catalogue(), DIM, (12, 6), head, None, user_bias=loss == "bce")
         count = sum(p.numel() for p in made.parameters())
         assert task.model_size(facts).parameters == pytest.approx(count, abs=DIM // 2)
@@ -281,3 +283,17 @@ def test_the_baseline_that_was_best_on_validation_is_held_against_the_model() ->
     assert said.startswith("EASE ranks better than this model by 0.0200 (")
     assert said.endswith("lists are by EASE unless --by names another")
     assert task.final_remark({**metrics, "best_on_validation": "model"}).startswith("item-kNN ranks better")
+
+
+@pytest.mark.parametrize(
+    ("counts", "megabytes", "seconds"),
+    [((943, 1682, 98_114), 260, 32.5), ((22_363, 12_101, 153_776), 303, 53.1)],
+)
+def test_fits_of_the_classics_are_planned_as_they_were_measured(
+    counts: tuple[int, int, int], megabytes: float, seconds: float
+) -> None:
+    """MovieLens 100K and Amazon Beauty: the largest of each fit's peaks, all seconds of one thread."""
+    peak, planned = fit_costs(*counts, tuned=True)
+    assert peak / 1e6 == pytest.approx(megabytes, rel=0.1)
+    assert planned == pytest.approx(seconds, rel=0.15)
+    assert fit_costs(*counts, tuned=False)[1] < planned / 3

@@ -226,5 +226,6 @@ def test_data_without_sequences_is_refused(tmp_path: Path) -> None:
 def test_the_counted_size_is_that_of_the_network() -> None:
     task = workload("recommender").make(recipe("demo", dim=DIM, max_length=LONGEST))[0]
     extra = {"users": USERS, "items": ITEMS, "texts": 0}
-    size = task.model_size(SimpleNamespace(extra=extra))  # type: ignore[arg-type]
+    facts: Any = SimpleNamespace(extra=extra, samples={"train": USERS}, mean_length=3.0)
+    size = task.model_size(facts)
     assert size.parameters == sum(p.numel() for p in net().parameters())
