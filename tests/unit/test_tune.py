@@ -18,9 +18,8 @@ from isobatch.engine.machine.hardware import parse_hardware
 from isobatch.engine.planning.estimate import Target
 from isobatch.engine.planning.planner import make_plan
 from isobatch.launch.measuring import trial, tune
-from isobatch.launch.measuring.measures import Setting, settings
 from isobatch.launch.measuring.trial import Variant
-from isobatch.launch.measuring.tune import PairedRounds
+from isobatch.launch.measuring.tune import PairedRounds, Setting, settings
 from isobatch.models.base import ModelSize
 from isobatch.tests.paths import ROOT
 
