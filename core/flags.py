@@ -280,7 +280,7 @@ _SCALARS: dict[Any, Callable[[Any], Any]] = {
 }
 
 
-def known_options(options: dict[str, Any], kinds: Iterable[type]) -> dict[str, Any]:
+def known_options(options: Mapping[str, Any], kinds: Iterable[type]) -> dict[str, Any]:
     """The options, each converted to its type, a field of one of these dataclasses. Raises UserError."""
     known = {name: flag for kind in kinds for name, flag in flags_of(kind).items()}
     for name in options:
@@ -348,9 +348,8 @@ def check_fields(options: Any, but_for: str = "") -> None:
 
 
 def build_options(options: type[T], values: Mapping[str, Any]) -> T:
-    """An options dataclass from text or JSON values, each checked. Unknown names are a bug in the caller.
+    """An options dataclass from text or JSON values, each checked.
 
-    Raises UserError where a value is not valid.
+    Raises UserError where a value is not valid, or a name unknown.
     """
-    flags = flags_of(options)
-    return options(**{name: convert(flags[name], value) for name, value in values.items()})
+    return options(**known_options(values, (options,)))

@@ -51,8 +51,7 @@ def _is_found_by_name() -> bool:
     # The child starts with -P: it has no script's folder and no working directory on its path.
     paths = sys.path if sys.flags.safe_path else sys.path[1:]
     for finder in sys.meta_path:
-        by_path = finder is importlib.machinery.PathFinder
-        spec = finder.find_spec("isobatch", paths if by_path else None)
+        spec = finder.find_spec("isobatch", paths if finder is importlib.machinery.PathFinder else None)
         if spec is not None:
             return spec.origin is not None and Path(spec.origin).resolve().parent == ROOT
     return False

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core import errors
 from isobatch.core.atomic_files import rows_in
 from isobatch.core.errors import UserError
-from isobatch.core.flags import flags_of, known_options
+from isobatch.core.flags import build_options, flags_of, known_options
 from isobatch.core.plan import Plan, PlanOptions
 from isobatch.core.recipe import Recipe as CompleteRecipe
 from isobatch.engine import consent
@@ -119,7 +119,7 @@ class Run:
         """
         from isobatch.launch.predicting.predict import ModelOptions, open_answerer
 
-        asked = ModelOptions(**known_options(options, (ModelOptions,)))
+        asked = build_options(ModelOptions, options)
         consent.require(self.recipe, self.folder, asked.trust)
         return open_answerer(self._files, asked).answer
 
@@ -223,7 +223,10 @@ def train(
             os.environ["ISOBATCH_STARTED"] = str(time.time())
             run, verdict = find_or_train(request, owns_process=False, trust=trust)
     if verdict.code != errors.DONE:
-        raise _error(verdict.code, verdict.reason or f"see {run.folder}/launcher.log")
+        kinds: dict[int, type[Exception]] = {errors.BUG: RuntimeError, errors.WRONG_INPUT: UserError}
+        kinds[errors.STOPPED] = errors.StopRequestedError
+        reason = verdict.reason or f"see {run.folder}/launcher.log"
+        raise kinds.get(verdict.code, errors.TrainingError)(reason)
     return Run(run)
 
 
@@ -247,7 +250,7 @@ def verify(run: Run | str | Path, **options: Any) -> Verification:
     from isobatch.launch.local.verify_run import VerifyOptions, verify_run
 
     found = run if isinstance(run, Run) else load(run)
-    asked = VerifyOptions(**known_options(options, (VerifyOptions,)))
+    asked = build_options(VerifyOptions, options)
     with preserve_process_state():
         report = verify_run(open_run(found.folder, asked.trust), asked, owns_process=False)
     return Verification(**{field.name: report[field.name] for field in dataclasses.fields(Verification)})
@@ -293,9 +296,3 @@ def _request(
     request = Request(chosen, with_learning_hooks(recipe, kept.hook), asked, kept, {}, [])
     check_request(request)
     return request
-
-
-def _error(code: int, reason: str) -> Exception:
-    kinds: dict[int, type[Exception]] = {errors.BUG: RuntimeError, errors.WRONG_INPUT: UserError}
-    kinds[errors.STOPPED] = errors.StopRequestedError
-    return kinds.get(code, errors.TrainingError)(reason)

@@ -97,8 +97,7 @@ def compress(words: Sequence[str]) -> int:
         if stage.task in SOURCES:
             flag, before = SOURCES[stage.task]
             given[flag] = str(runs[before].folder)
-        request = parse_request(_words_of(stage.task, given), "auto", AutoOptions)
-        run, verdict = find_or_train(request)
+        run, verdict = find_or_train(parse_request(_words_of(stage.task, given), "auto", AutoOptions))
         if verdict.code == STOPPED:
             print_lines("compress: the same command again begins where this one stopped")
         if verdict.code != DONE:
@@ -155,8 +154,7 @@ def check_worth(run: RunFolder, anyway: bool) -> None:
         return
     problem = problems.of_facts(run.facts)
     mine = evaluation.predict(evaluation.open_runner(run.final), batches())
-    simple = baselines.baselines_of(run.facts, batches)
-    found = baselines.standings(problem, mine, simple)
+    found = baselines.standings(problem, mine, baselines.baselines_of(run.facts, batches))
     score = problem.score(problem.evidence(mine))
     said = [f"compress: {problem.title} of the base on {split} {100 * score:.1f} %"]
     said += [f"{one.name} {100 * one.score:.1f} % (the base is {one.difference.verdict})" for one in found]

@@ -51,17 +51,13 @@ def cancel(words: Sequence[str]) -> int:
     if not seen.is_over:
         cluster(seen.job.cluster).cancel(run, seen.job, options.now)
         end = look(run.folder) if seen.state == "queued" else _wait_for_end(run)
-        text = _outcome(seen, end)
+        newest = _newest_checkpoint(run)
+        way = f"`resume {run.folder}` goes on from {newest}" if newest else "nothing was saved"
+        left = f"job {seen.job.job} was {seen.job}, and is cancelled" if seen.state == "queued" else end.state
+        text = left if end.state == "done" else f"{left}; {way}"
     states = {"job": seen.job.job, "before": seen.state, "state": end.state, "step": end.step}
     found = {"run": str(run.folder), **states, "checkpoint": _newest_checkpoint(run), "text": text}
     return print_answer(found, f"{run.folder}: {text}", options.json)
-
-
-def _outcome(seen: RunView, end: RunView) -> str:
-    what = f"job {seen.job.job} was {seen.job}, and is cancelled" if seen.state == "queued" else end.state
-    newest = _newest_checkpoint(end.run)
-    way = f"`resume {end.run.folder}` goes on from {newest}" if newest else "nothing was saved"
-    return what if end.state == "done" else f"{what}; {way}"
 
 
 def _newest_checkpoint(run: RunFolder) -> str:

@@ -127,8 +127,7 @@ def audit(words: Sequence[str]) -> int:
     lines += [f"checked: {'; '.join(found.checked) or 'nothing'}"]
     lines += [f"not checked: {'; '.join(found.unknown)}"] if found.unknown else []
     lines += [f"{file}: {'does NOT hold' if found.problems else 'holds'}"]
-    answer = {"holds": not found.problems, **dataclasses.asdict(found)}
-    print_answer(answer, "\n".join(lines), options.json)
+    print_answer({"holds": not found.problems, **dataclasses.asdict(found)}, "\n".join(lines), options.json)
     return FAILED if found.problems else DONE
 
 

@@ -69,8 +69,7 @@ def answer_question(run: RunFolder, options: SeenOptions) -> dict[str, Any]:
         row = options.sample or 0
         if row >= order.sampler.count:
             raise UserError(f"--sample {row}: the last row for training is {order.sampler.count - 1}")
-        described = _rows(order, run, [row])[0]
-        return {**answer, "rows": [described | {"seen": order.sightings(run, [row])[row]}]}
+        return {**answer, "rows": [_rows(order, run, [row])[0] | {"seen": order.sightings(run, [row])[row]}]}
     phase, step = options.phase or order.schedules[0].name, options.step
     require_step(order.schedules, phase, step)
     rows_of_step = {

@@ -119,9 +119,13 @@ def train_with_restarts(run: RunFolder, where: Cluster) -> Verdict:
         if verdict.cause in (errors.OutOfMemoryError.cause, errors.JobMemoryError.cause):
             reduced = True
             try:
-                _reduce_budget(run, verdict)
+                plan = with_smaller_budget(run.plan, run.recipe, run.facts)
             except TrainingError as error:
                 return _fail(run, str(error))
+            run.write_plan(plan)
+            budget = f"{plan.micro_batch_samples} samples, {plan.micro_batch_tokens} tokens"
+            recompute = ", activation checkpointing" if plan.activation_checkpointing else ""
+            _log_restart(run, "smaller micro-batches", verdict.reason, f"at most {budget}{recompute}")
         elif verdict.cause == errors.SpikeError.cause:
             print(f"isobatch: {verdict.reason}; going on from the checkpoint before", file=sys.stderr)
         elif verdict.cause == errors.WorkerLostError.cause:
@@ -163,14 +167,6 @@ def _verdict_of(run: RunFolder, verdict: Verdict | None) -> Verdict:
     if verdict is None or verdict.code == BUG:
         sys.stderr.write(said)
     return verdict or Verdict(BUG, "no process left a verdict")
-
-
-def _reduce_budget(run: RunFolder, verdict: Verdict) -> None:
-    plan = with_smaller_budget(run.plan, run.recipe, run.facts)
-    run.write_plan(plan)
-    budget = f"{plan.micro_batch_samples} samples, {plan.micro_batch_tokens} tokens"
-    recompute = ", activation checkpointing" if plan.activation_checkpointing else ""
-    _log_restart(run, "smaller micro-batches", verdict.reason, f"at most {budget}{recompute}")
 
 
 def _log_restart(run: RunFolder, decision: str, reason: str, change: str) -> None:

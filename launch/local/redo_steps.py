@@ -56,8 +56,7 @@ def plan_to_redo(run: RunFolder, micro_batch: int, **asked: Any) -> Plan:
     own: dict[str, Any] = {"processes": 1, "strategy": "single", "activation_checkpointing": "off"}
     own |= {"precision": run.plan.precision, "attention": attention, **asked}
     options = PlanOptions(micro_batch=min(micro_batch, run.recipe.batch_size), compile="off", **own)
-    made = plan_for_this_machine(run.recipe, run.facts, options)
-    return dataclasses.replace(made, reduction="explicit")
+    return dataclasses.replace(plan_for_this_machine(run.recipe, run.facts, options), reduction="explicit")
 
 
 def redo(run: RunFolder, jobs: Jobs, owns_process: bool = True) -> list[Redone]:

@@ -173,8 +173,7 @@ def find_run(request: Request, facts: Facts, any_name: bool = False) -> RunFolde
     if resume == "never" or request.run.again:
         return None
     runs = [run for run in list_runs(Path(request.run.out).expanduser()) if _is_of(run, wanted)]
-    name = None if any_name else request.run.name
-    matching = [run for run in runs if name in (None, run.folder.name)]
+    matching = [run for run in runs if any_name or request.run.name in (None, run.folder.name)]
     return RunFolder.open(matching[-1].folder) if matching else None
 
 

@@ -136,8 +136,7 @@ def _verify_steps(
         ending = [*others, *ending]
         others = [dataclasses.replace(w, count=min(w.count, NEAR)) for w in others]
     if not missing:
-        leading = windows.leading_windows(run, log, _leading_steps(own, plan))
-        ending = windows.longest([*leading, *ending])
+        ending = windows.longest([*windows.leading_windows(run, log, _leading_steps(own, plan)), *ending])
     jobs = [(plan, Job(others)), (own or plan, Job(ending, finished and not missing))]
     shown = _distance_of_fp32(run, log)
     found = redo(run, jobs, owns_process)
@@ -186,8 +185,7 @@ def _distance_of_fp32(run: RunFolder, log: LogRecord) -> float:
     if run.plan.invariance != "precision" or not phase.step:
         return math.inf
     plan = dataclasses.replace(_other_plan(run, VerifyOptions()), precision="fp32")
-    window = Window(INITIAL, phase.schedule.name, 0, min(FEW, phase.step))
-    (redone,) = redo(run, [(plan, Job([window]))])
+    (redone,) = redo(run, [(plan, Job([Window(INITIAL, phase.schedule.name, 0, min(FEW, phase.step))]))])
     found = [step["loss_difference"] for step in redone.steps]
     return statistics.median(found) if found else math.inf  # of all: some may be forged
 

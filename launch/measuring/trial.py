@@ -74,8 +74,7 @@ class Variant:
         target, size = dataclasses.replace(self.target, asked=asked), self.size
         if recipe:
             common = {k: v for k, v in recipe.items() if k in flags_of(type(target.recipe))}
-            own = {k: v for k, v in recipe.items() if k not in common}
-            options = {**target.recipe.options, **own}
+            options = target.recipe.options | {k: v for k, v in recipe.items() if k not in common}
             other = dataclasses.replace(target.recipe, **common, options=options)
             target = dataclasses.replace(target, recipe=other)
             task, data = target.workload.make(target.recipe)

@@ -251,8 +251,7 @@ def restrict(lists: Recommendations, options: ListOptions, column: str | None) -
         raise UserError("--where, --without-category: are about a table: name it, as in --only products.csv")
     only = None if options.only is None else _named_items(lists, "--only", options.only, column, where, out)
     without = _named_items(lists, "--without", options.without, column) if options.without is not None else ()
-    missing = lists.restrict(only, without, options.with_seen)
-    said = _unknown("--only, --without", missing)
+    said = _unknown("--only, --without", lists.restrict(only, without, options.with_seen))
     if not lists.offered:
         raise UserError("; ".join(["--only, --without: no item is left to offer: give others", *said]))
     return said

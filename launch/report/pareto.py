@@ -121,5 +121,4 @@ def text_of(points: Sequence[Point], chosen: Point, choice: str, file: Path) -> 
         mark = ">" if one is chosen else "*" if one in best else ""
         times = (f"{ms:.2f}" for ms in one.milliseconds)
         rows.append([mark, one.name, f"{100 * one.score:.2f}", format_bytes(one.file_bytes), *times])
-    said = f"* nothing beats it; > --choose {choice}: {file}"
-    return "\n".join([*aligned(rows), said])
+    return "\n".join([*aligned(rows), f"* nothing beats it; > --choose {choice}: {file}"])

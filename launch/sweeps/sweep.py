@@ -90,8 +90,7 @@ def summary(trained: Sequence[Trained], metric: str, direction: str) -> dict[str
         groups.setdefault(atomic_files.json_text(setting), []).append(one)
     rows = [_row(group) for group in groups.values()]
     known = [row for row in rows if math.isfinite(row["metrics"].get(metric, math.nan))]
-    choose = max if direction == "max" else min
-    best = choose(known, key=lambda row: row["metrics"][metric], default=None)
+    best = (max if direction == "max" else min)(known, key=lambda row: row["metrics"][metric], default=None)
     if best and (test := _figures(groups[atomic_files.json_text(best["values"])], TEST))["metrics"]:
         best = {**best, TEST: test}
     return {"metric": metric, "direction": direction, "split": VALID, "rows": rows, "best": best}
@@ -138,8 +137,7 @@ def _legend(found: Mapping[str, Any]) -> Iterator[str]:
     if best is None:
         yield f"best: none, as no run has a {metric} of the {VALID} split to choose by"
     elif not alone:
-        better = "lower" if found["direction"] == "min" else "higher"
-        yield f"best: by {VALID} {metric} ({better} is better)"
+        yield f"best: by {VALID} {metric} ({'lower' if found['direction'] == 'min' else 'higher'} is better)"
     if best and TEST in best and metric in best[TEST]["metrics"]:
         yield f"{TEST}{'' if alone else ', of the best alone'}: {_figure(best[TEST], metric)}"
     if any(row["deviations"] for row in found["rows"]):

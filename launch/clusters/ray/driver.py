@@ -186,8 +186,7 @@ def _first_failure(error: Exception) -> str:
     """A line on what ended a fit: of the first worker that failed, where Ray says which."""
     failures = getattr(error, "worker_failures", None) or {}
     said = [f"worker {rank}: {failure}" for rank, failure in sorted(failures.items())]
-    line = " ".join((said[0] if said else str(error)).split())
-    return line.partition(" Worker info:")[0][:300]
+    return " ".join((said[0] if said else str(error)).split()).partition(" Worker info:")[0][:300]
 
 
 def train_until_done(request: Request, options: RayOptions, processes: int) -> int:

@@ -66,8 +66,7 @@ def work(order: dict[str, Any]) -> None:
     rank = ray.train.get_context().get_world_rank()
     with _meeting() as meeting, (run.folder / "ray" / f"worker-{rank}.log").open("ab", buffering=0) as log:
         children = [_start(order, index, meeting, log) for index in range(order["processes"])]
-        asked_to_stop = (run.folder / "ray" / f"stop-{order['nonce']}").exists
-        codes = _wait(children, asked_to_stop)
+        codes = _wait(children, (run.folder / "ray" / f"stop-{order['nonce']}").exists)
     _report(run, rank * order["processes"], codes)
 
 

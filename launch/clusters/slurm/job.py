@@ -250,7 +250,6 @@ class Slurm(Cluster):
         found = explain_end(said)
         if found and found.cause == JobMemoryError.cause:
             return found
-        left = self._available_nodes()
-        if lost := [node for node in self.nodes if node not in left]:
+        if lost := sorted({*self.nodes} - {*self._available_nodes()}):
             return Verdict(FAILED, f"Slurm lost {', '.join(lost)}", WorkerLostError.cause)
         return found

@@ -103,8 +103,7 @@ class Meeting:
             alone = len(self.nodes) == 1
             store = serve_store(alone)
             addresses = ["127.0.0.1"] if alone else [socket.gethostname(), *self.addresses]
-            call = {"addresses": addresses, "port": store.port}
-            atomic_files.write_json(self.folder / "call.json", call)
+            atomic_files.write_json(self.folder / "call.json", {"addresses": addresses, "port": store.port})
         if not wait_for((self.folder / "call.json").is_file, ANSWER_SECONDS):
             unseen = f"{self.name} does not see what {self.nodes[0]} wrote in {self.folder.parent.parent}"
             raise UserError(f"{unseen}: choose an --out on a file system that all nodes share")
