@@ -112,20 +112,17 @@ class Source(ABC):
     def lengths(self, indices: np.ndarray) -> np.ndarray:
         """(len(indices),) int64: tokens of these samples, without fetching them."""
 
-    def check(self, indices: np.ndarray) -> None:  # noqa: ARG002 - sources without files have no digests
+    def check(self, indices: np.ndarray) -> None:  # noqa: B027  without files there are no digests
         """Compare what these samples are read from with its digests; `fetch` does so itself.
 
         Raises TrainingError where it was changed after it was prepared.
         """
-        return
 
-    def expect(self, indices: np.ndarray) -> None:  # noqa: ARG002 - sources on this machine need no notice
+    def expect(self, indices: np.ndarray) -> None:  # noqa: B027  sources here need no notice
         """These samples are fetched soon: what is slow to get may be got now, in threads."""
-        return
 
-    def keep_at_most(self, size: int) -> None:  # noqa: ARG002 - sources on this machine keep nothing
+    def keep_at_most(self, size: int) -> None:  # noqa: B027  sources here keep nothing
         """How many bytes of what was slow to get may be kept on this machine's disk. Raises UserError."""
-        return
 
     @abstractmethod
     def fetch(self, indices: np.ndarray, pad_to: int = 0) -> dict[str, np.ndarray]:
@@ -219,9 +216,8 @@ class Data(ABC):
         self.recipe = recipe
         self.options = options
 
-    def check(self) -> None:
+    def check(self) -> None:  # noqa: B027  for those that need it
         """Raise UserError with one line if the data cannot be had; cheap, before anything heavy."""
-        return
 
     def identity(self) -> dict[str, Any]:
         """All that the prepared arrays depend on, as JSON: settings, and hashes of the files' content.
@@ -276,23 +272,19 @@ def save(folder: Path, columns: Columns) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     index: dict[str, Any] = {}
     for name, column in columns.items():
-        if isinstance(column, Ragged) and column.values.ndim != 1:
-            raise UserError(
-                f"column {name}: the rows of a Ragged are lists of numbers, not arrays (its values have shape"
-                f" {column.values.shape}): flatten them, or give each its own column"
-            )
-        arrays = (
-            {"values": column.values, "offsets": column.offsets}
-            if isinstance(column, Ragged)
-            else {"": column}
-        )
-        files = {}
-        for part, array in arrays.items():
+        arrays: dict[str, Any] = {f"{name}.npy": column}
+        if isinstance(column, Ragged):
+            arrays = {f"{name}-values.npy": column.values, f"{name}-offsets.npy": column.offsets}
+            if column.values.ndim != 1:
+                raise UserError(
+                    f"column {name}: the rows of a Ragged are lists of numbers, not arrays (its values have"
+                    f" shape {column.values.shape}): flatten them, or give each its own column"
+                )
+        for file, array in arrays.items():
             if array.dtype.kind not in NUMBERS:
                 raise UserError(f"column {name} holds {array.dtype}: encode it as numbers")
-            file = f"{name}-{part}.npy" if part else f"{name}.npy"
             save_array(folder / file, array)
-            files[file] = (folder / file).stat().st_size
+        files = {file: (folder / file).stat().st_size for file in arrays}
         index[name] = {"files": files, "pad": column.pad if isinstance(column, Ragged) else None}
     (folder / "index.json").write_text(json.dumps(index))
 
@@ -310,10 +302,8 @@ def load(folder: Path) -> dict[str, Column]:
     """Memory-map columns; a missing or truncated file is named."""
     columns: dict[str, Column] = {}
     for name, entry in json.loads((folder / "index.json").read_text()).items():
-        arrays = [_open_array(folder / file, size) for file, size in entry["files"].items()]
-        columns[name] = (
-            arrays[0] if entry["pad"] is None else Ragged(arrays[0], np.asarray(arrays[1]), entry["pad"])
-        )
+        values, *offsets = (_open_array(folder / file, size) for file, size in entry["files"].items())
+        columns[name] = Ragged(values, np.asarray(offsets[0]), entry["pad"]) if offsets else values
     return columns
 
 

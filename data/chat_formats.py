@@ -78,8 +78,7 @@ def detect_chat_format(columns: Sequence[str]) -> str | None:
 
     One of Alpaca's two columns is enough, but where there is a `text` column both are needed.
     """
-    chats = [name for name in CHAT_COLUMNS if name in columns]
-    if chats:
+    if chats := [name for name in CHAT_COLUMNS if name in columns]:
         return chats[0]
     alpaca = [name for name in ALPACA_COLUMNS if name in columns]
     if len(alpaca) == 2:
@@ -277,9 +276,8 @@ def _parse_message(turn: Any, where: str) -> Message:
         message["content"] = "".join(text for kind, text in parts if kind == "text")
     if known == "assistant":
         message |= {THOUGHT: "\n\n".join(dict.fromkeys(thoughts))} if thoughts else {}
-        message |= (
-            {"tool_calls": found} if (found := [c for one in calls for c in _calls(one, where)]) else {}
-        )
+        if found := [call for one in calls for call in _calls(one, where)]:
+            message["tool_calls"] = found
         return message | ({} if _is_learnt(turn, where) else {UNLEARNT: ""})
     _is_learnt(turn, where)
     return message | {k: str(turn[k]) for k in RESULT_KEYS if known == "tool" and turn.get(k)}

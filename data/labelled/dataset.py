@@ -188,7 +188,10 @@ class Labelled(TokenizedData):
         found: dict[str, Any] = {}
         for split, known in splits.items():
             texts = _texts(reading.read_examples(rows[split](), columns), known, labels)
-            encoded, facts = self._encode_split(split, texts, encoder, special["pad"] or 0)
+            arrays, of_shards = encode_whole(encoder, split, texts, self.workshop)
+            lengths, facts = arrays.pop("lengths"), sum(map(Counter, of_shards), Counter[str]())
+            pads = {"tokens": special["pad"] or 0, "types": 0, "label": NO_LABEL}
+            encoded: dict[str, Any] = {n: Ragged.of_lengths(v, lengths, pads[n]) for n, v in arrays.items()}
             found[split] = encoded if words else {**encoded, "label": kind.values(known, labels)}
             if words:
                 encoded[LABELLED_WORDS] = _sums(encoded["label"], np.ones(len(labels), np.float32))
@@ -236,7 +239,9 @@ class Labelled(TokenizedData):
                 f"--data {self.recipe.data}: the {empty} split holds no rows: give it some (without a file of"
                 " its own validation is a share of the training rows)"
             )
-        notes += reading.drop_unlabelled_test(splits)
+        if splits.get("test") and all(label in reading.WITHHELD_LABELS for label in splits["test"].cells()):
+            del splits["test"]
+            notes.append("the test split has no labels and is left out")
         splits = {split: found.named(kind) for split, found in splits.items()}
         training = TrainingRows()
         for split in sorted(splits, key=lambda split: split != "train"):
@@ -255,15 +260,6 @@ class Labelled(TokenizedData):
         tokenizers.ensure_special_tokens(tokenizer)
         found = [i for role in ("pad", "eos", "unk") if (i := special[role]) is not None]
         return tokenizer, {**special, "pad": [*found, 0][0]}
-
-    def _encode_split(
-        self, split: str, texts: Iterable[str], encoder: LabelledEncoder, pad: int
-    ) -> tuple[dict[str, Any], Counter[str]]:
-        """(`tokens`, and `types` of pairs or `label` of words; the facts of all shards)."""
-        found, facts = encode_whole(encoder, split, texts, self.workshop)
-        lengths, pads = found.pop("lengths"), {"tokens": pad, "types": 0, "label": NO_LABEL}
-        columns = {n: Ragged.of_lengths(v, lengths, pads[n]) for n, v in found.items()}
-        return columns, sum(map(Counter, facts), Counter())
 
 
 def _texts(examples: Iterable[Example], known: reading.SplitLabels, labels: list[str]) -> Iterator[str]:

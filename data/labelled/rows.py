@@ -113,11 +113,7 @@ def read_examples(rows: readers.LocatedRows, columns: ColumnNames) -> Iterator[E
             written = _written_list(words)  # a table's cells of words and of their tags
             words = written if isinstance(written, list) and len(written) == len(label) else words
         listed = isinstance(words, list)
-        text = (
-            _words(words, columns, where)
-            if listed
-            else _text_field(row, columns.text, where, "--text-column")
-        )
+        text = _words(words, columns, where) if listed else _text_field(row, columns.text, where)
         pair = None if columns.pair is None else _text_field(row, columns.pair, where, "--pair-column")
         first = listed if first is None else first
         if listed != first or (listed and (pair or columns.flags or isinstance(label, str))):
@@ -135,7 +131,7 @@ def _words(words: Sequence[Any], columns: ColumnNames, where: str) -> tuple[str,
     return tuple(words)
 
 
-def _text_field(row: Mapping[str, Any], column: str, where: str, flag: str) -> str:
+def _text_field(row: Mapping[str, Any], column: str, where: str, flag: str = "--text-column") -> str:
     text = readers.text_cell(row, column, where, flag)
     if not text.strip():
         raise UserError(f"{where}: {column} is empty: leave the row out, or choose another {flag}")
@@ -285,14 +281,6 @@ class SplitLabels:
         """File and line of the first row with this name."""
         has = (names is None if name is None else name in (names or ()) for names in self.names)
         return next(where for where, there in zip(self.first, has, strict=True) if there)
-
-
-def drop_unlabelled_test(splits: dict[str, SplitLabels]) -> list[str]:
-    """Remove a test split that has no labels, in place; returns a note for the user if it did."""
-    if splits.get("test") and all(label in WITHHELD_LABELS for label in splits["test"].cells()):
-        del splits["test"]
-        return ["the test split has no labels and is left out"]
-    return []
 
 
 def learnt_names(

@@ -60,7 +60,12 @@ def parse_pair(row: Mapping[str, Any], where: str) -> AnsweredPrompt[Message]:
         pair = _pair_of_messages(prompt, chosen, rejected)
     else:
         raise UserError(f"{where}: {CHOSEN} and {REJECTED} must both be text, or both lists of messages")
-    _require_preference(pair)
+    if pair.answers[0] == pair.answers[1]:
+        raise SkippedRowError("the same answer twice")
+    for answer in pair.answers:
+        if not answer or answer[0]["role"] != "assistant":
+            raise SkippedRowError("answers to different prompts")
+        chat_formats.require_answers(answer)
     earlier = chat_formats.history_beside(row, main_columns(row))
     if any(m["role"] == "assistant" and not m["content"].strip() for m in earlier):
         raise SkippedRowError("an empty answer")
@@ -119,18 +124,13 @@ def require_columns(names: Sequence[str], where: str) -> None:
 
 def _pair_of_texts(prompt: Turns | None, chosen: str, rejected: str) -> AnsweredPrompt[Message]:
     if prompt is None:
-        prompt = _common_beginning(chosen, rejected)
+        # What both begin with, up to the last white space in it: answers begin with whole words.
+        common = os.path.commonprefix([chosen, rejected])  # noqa: RUF071  of any texts, not of paths
+        prompt = "".join(f"{common}.".rsplit(maxsplit=1)[:-1])
     if isinstance(prompt, str) and prompt and chosen.startswith(prompt) and rejected.startswith(prompt):
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
     answers = [[{"role": "assistant", "content": text}] for text in (chosen, rejected)]
     return AnsweredPrompt(_as_messages(prompt), answers)
-
-
-def _common_beginning(one: str, other: str) -> str:
-    """What two texts begin with, up to the last white space in it: answers begin with whole words."""
-    common = os.path.commonprefix([one, other])  # noqa: RUF071  of any texts, not of paths
-    *whole, _ = f"{common}.".rsplit(maxsplit=1)
-    return "".join(whole)
 
 
 def _pair_of_messages(
@@ -148,13 +148,3 @@ def _as_messages(prompt: Turns) -> list[Message]:
     if isinstance(prompt, list):
         return prompt
     return [{"role": "user", "content": prompt}] if prompt.strip() else []
-
-
-def _require_preference(pair: AnsweredPrompt[Message]) -> None:
-    """Raise SkippedRowError where there is nothing to prefer."""
-    if pair.answers[0] == pair.answers[1]:
-        raise SkippedRowError("the same answer twice")
-    for answer in pair.answers:
-        if not answer or answer[0]["role"] != "assistant":
-            raise SkippedRowError("answers to different prompts")
-        chat_formats.require_answers(answer)

@@ -22,7 +22,7 @@ from isobatch.core.errors import UserError
 from isobatch.core.package import cache_folder
 from isobatch.core.terminal.status import doing
 from isobatch.data import readers
-from isobatch.data.base import WEIGHT, Column, Columns, Ragged, load, save
+from isobatch.data.base import WEIGHT, Column, Ragged, load, save
 from isobatch.data.streaming.groups import (
     GROUPS_FILE,
     GroupCache,
@@ -64,13 +64,8 @@ class IndexedGroup:
         return len(self.columns[LENGTH]) if self.columns else 0
 
 
-def save_part(folder: Path, groups: list[IndexedGroup]) -> None:
-    """Write a shard's part, all of it or nothing; another process may write the same one."""
-    described = [[*g.place.extent, g.rows, g.samples, g.digest.hex(), g.sizes] for g in groups]
-    save_whole(folder, _joined(groups), described)
-
-
 def load_part(folder: Path, shard: int) -> list[IndexedGroup]:
+    """What `IndexBuilder` has kept of a shard."""
     columns, first = {name: np.asarray(column) for name, column in load(folder).items()}, 0
     groups = []
     for start, end, rows, samples, digest, sizes in json.loads((folder / GROUPS_FILE).read_text()):
@@ -168,7 +163,8 @@ class IndexBuilder:
             lost = f"{LEFT_OUT}no column `{column}`"
             if found and all(group.sizes.get(lost) == group.rows for group in found):
                 raise UserError(f"{one.address} has no column {column}, and the first object has")
-            save_part(folder, found)
+            described = [[*g.place.extent, g.rows, g.samples, g.digest.hex(), g.sizes] for g in found]
+            save_whole(folder, _joined(found), described)
 
     def indexed(self, place: GroupPlace, rows: Rows) -> IndexedGroup:
         """What is known of a group; its samples are kept on this machine while there is room."""
@@ -177,7 +173,11 @@ class IndexBuilder:
             return IndexedGroup(place, len(rows), b"", sizes, {})
         if self._kept < self.cache.limit // 2:
             self._kept += self.cache.keep(cache_name(self.objects, place, self.encoding), columns)
-        return IndexedGroup(place, len(rows), group_digest(columns), sizes, _known_ahead(columns))
+        lengths = next(column for column in columns.values() if isinstance(column, Ragged)).lengths
+        kind = np.uint16 if lengths.max(initial=0) < 1 << 16 else np.uint32
+        weights = {name: np.asarray(c) for name, c in columns.items() if name.endswith(WEIGHT)}
+        ahead = {LENGTH: lengths.astype(kind), **weights}
+        return IndexedGroup(place, len(rows), group_digest(columns), sizes, ahead)
 
     def table(self, groups: list[IndexedGroup]) -> GroupTable:
         """The table of some groups that hold samples."""
@@ -216,12 +216,3 @@ class IndexBuilder:
         rows = shard_of(self.store, self.objects[shard], self.encoder.columns).rows(extent)
         parts = ((0, border), (border, len(rows)))
         return [self.indexed(GroupPlace(shard, extent, a, b), rows[a:b]) for a, b in parts]
-
-
-def _known_ahead(columns: Columns) -> dict[str, np.ndarray]:
-    """What is known of samples before they are read: lengths and weights."""
-    ragged = next(column for column in columns.values() if isinstance(column, Ragged))
-    lengths = ragged.lengths
-    weights = {name: np.asarray(c) for name, c in columns.items() if name.endswith(WEIGHT)}
-    kind = np.uint16 if lengths.max(initial=0) < 1 << 16 else np.uint32
-    return {LENGTH: lengths.astype(kind), **weights}

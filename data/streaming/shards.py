@@ -93,7 +93,14 @@ class Lines(Shard):
         rows: Rows = []
         for line in block.split(b"\n"):
             if line.strip():
-                rows.append(_record(line, f"{self.stored.address} byte {start:,}"))
+                where = f"{self.stored.address} byte {start:,}"
+                try:
+                    rows.append(record := json.loads(line))
+                except ValueError as error:  # not UTF-8, or not JSON
+                    raise TrainingError(f"{where}: is not a line of JSON: {error}") from None
+                if not isinstance(record, dict):
+                    what = f'{type(record).__name__}, not an object such as {{"text": "..."}}'
+                    raise TrainingError(f"{where}: is {what}")
             start += len(line) + 1
         return rows
 
@@ -178,13 +185,3 @@ SHARDS: dict[str | None, type[Shard]] = {"parquet": ParquetShard, "jsonl": Lines
 def shard_of(store: Store, stored: StoredObject, wanted: Sequence[str] | None = None) -> Shard:
     """The shard that an object is; of Parquet only the `wanted` columns are read."""
     return SHARDS[file_format(stored.address)](store, stored, wanted)
-
-
-def _record(line: bytes, where: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except ValueError as error:  # not UTF-8, or not JSON
-        raise TrainingError(f"{where}: is not a line of JSON: {error}") from None
-    if not isinstance(record, dict):
-        raise TrainingError(f'{where}: is {type(record).__name__}, not an object such as {{"text": "..."}}')
-    return record

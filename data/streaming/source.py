@@ -9,7 +9,7 @@ import os
 import queue
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ class TextGroupEncoder:
     options: Any
     """TextOptions."""
     tokenizer_folder: Path | None
-    tokenization: TokenizationSettings | None = None
+    tokenization: TokenizationSettings = field(init=False)
     """Set when the tokenizer is known."""
 
     @property
@@ -73,7 +73,6 @@ class TextGroupEncoder:
 
     def encode(self, rows: Rows, where: str) -> tuple[dict[str, Column], dict[str, int]]:
         """(columns, the sizes that Facts sums up, and what is noted of rows); no columns without a text."""
-        assert self.tokenization is not None
         found = self.text_set({"train": rows}, where)
         found.bind_tokenizer(self.tokenization)
         columns: dict[str, Column] = {}
@@ -85,7 +84,6 @@ class TextGroupEncoder:
 
     def identity(self) -> str:
         """A hash of all that decides which tokens rows become."""
-        assert self.tokenization is not None
         one, options, template = self.tokenization, self.options, None
         if file := chat_templates.template_file(self.tokenizer_folder):
             template = file_hash(file)

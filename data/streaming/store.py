@@ -235,23 +235,18 @@ def _insist(address: str, what: str, attempt: Callable[[], T], attempts: int = 0
                     f"{address}: {what} could not be had in {attempts} attempts: {said}; `resume` goes on"
                     " when the store answers"
                 ) from None
-            if number >= SAID_AFTER:
+            minute = int(time.monotonic() / SAID_EVERY_SECONDS)
+            if number >= SAID_AFTER and _said[0] != minute:
+                _said[0] = minute
                 line = printable(f"{address}: {what} cannot be had ({said}): trying again")
-                _say_failing(int(time.monotonic() / SAID_EVERY_SECONDS), line)
+                print(line, file=sys.stderr, flush=True)
         time.sleep(pause * _pauses.uniform(0.5, 1))
         pause = min(2 * pause, LONGEST_PAUSE)
     raise AssertionError("the last attempt returns or raises")
 
 
 _said = [-1]
-"""When a person was told last that a store fails; the threads of a process share it."""
-
-
-def _say_failing(minute: int, line: str) -> None:
-    """Tell a person, once a minute."""
-    if _said[0] != minute:
-        _said[0] = minute
-        print(line, file=sys.stderr, flush=True)
+"""The minute in which a person was told last that a store fails; the threads of a process share it."""
 
 
 class ObjectFile(io.RawIOBase):

@@ -111,7 +111,6 @@ class StreamedText(Text):
             shard = shard_of(Store(), table.shards[table.place(0).shard], encoder.columns)
             rows["valid" if rows else "train"] = rows_of_group(shard, table.place(0))
         found = encoder.text_set(rows, self.recipe.data)
-        assert encoder.tokenization is not None
         found.bind_tokenizer(encoder.tokenization)
         for split in found.splits:
             found.encode(split, encoder.tokenization)

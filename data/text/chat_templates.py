@@ -100,16 +100,12 @@ def with_defaults(jinja: str, values: Mapping[str, Any]) -> str:
     So the saved tokenizer, `chat` and `serve` write prompts as training did. Raises UserError for a variable
     that it does not read.
     """
-    for name in values:
+    assigned = ""
+    for name, value in values.items():
         if not _reads(jinja, name):
             raise UserError(f"--template-kwargs {name}: the chat template does not read it: leave it out")
-    return (
-        "".join(
-            f"{{% set {name} = {json.dumps(value)} if {name} is not defined else {name} %}}"
-            for name, value in values.items()
-        )
-        + jinja
-    )
+        assigned += f"{{% set {name} = {json.dumps(value)} if {name} is not defined else {name} %}}"
+    return assigned + jinja
 
 
 def template_file(folder: Path | None) -> Path | None:
@@ -538,12 +534,11 @@ def _holds_thought(text: str, message: Message) -> bool:
 
 def _calls_as_text(calls: Sequence[Any]) -> list[Any]:
     """Calls with their arguments as JSON text."""
-    functions = [call["function"] for call in calls]
-    texts = [json.dumps(f["arguments"], ensure_ascii=False) for f in functions]
-    return [
-        {**call, "function": {**call["function"], "arguments": text}}
-        for call, text in zip(calls, texts, strict=True)
-    ]
+    found = []
+    for call in calls:
+        text = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        found.append({**call, "function": {**call["function"], "arguments": text}})
+    return found
 
 
 @functools.lru_cache(maxsize=64)

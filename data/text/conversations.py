@@ -274,7 +274,7 @@ class Conversations:
     """Hashes of the training rows' tokens."""
     prompts: list[list[str]] = field(default_factory=list)
     """[prompt, answer] of the first validation conversations that are not truncated."""
-    template: ChatTemplate | None = None
+    template: ChatTemplate = field(init=False)
     """Set by `bind_tokenizer`, as is `eos`."""
     eos: int | None = None
 
@@ -317,7 +317,6 @@ class Conversations:
         """(columns, sizes) of a split. Raises UserError where no conversation is left to learn from."""
         counts = RowCounts()
         given = (json.dumps(found) for found in self._messages(split, counts, self.cleaning))
-        assert self.template is not None, "bind_tokenizer comes first"
         encoder = ConversationEncoder(
             tokenizer=tokenization.tokenizer,
             dtype=tokenization.dtype,
@@ -395,7 +394,6 @@ class Conversations:
 
     def facts(self) -> dict[str, Any]:
         """What Facts should know of the set."""
-        assert self.template is not None, "bind_tokenizer comes first"
         return {
             "form": self.form,
             "eos": self.eos,

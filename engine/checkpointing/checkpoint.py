@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,7 +27,6 @@ from isobatch.engine.checkpointing.layout import FilePart, Layout, layout_in
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from isobatch.engine.checkpointing.portable_state import TensorEntry
     from isobatch.engine.distributed.communicator import Communicator
 
 CHECKSUMS = "checksums.json"
@@ -169,11 +168,7 @@ class SharedReader:
     """
 
     def __init__(self, saved: SavedCheckpoint, world: Communicator) -> None:
-        self._saved, self._world = saved, world
-
-    @property
-    def entries(self) -> Mapping[str, TensorEntry]:
-        return self._saved.entries
+        self._saved, self._world, self.entries = saved, world, saved.entries
 
     def read(self, name: str) -> Tensor:
         """A whole tensor; on the device where it came from other ranks."""

@@ -304,11 +304,7 @@ class Watchdog:
             return {}
         found: dict[str, Any] = json.loads(store.get(_position_key(rank)))
         last, now = found.pop("beat"), time.monotonic()
-        heard = now
-        for number, when in reversed(list(self._beats)):
-            if number <= last:
-                break
-            heard = when
+        heard = min((when for number, when in list(self._beats) if number > last), default=now)
         return {**found, "silent_seconds": round(now - heard, 1)}
 
     def _reason(self, idle_seconds: float) -> str:

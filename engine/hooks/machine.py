@@ -63,8 +63,4 @@ def flop_utilisation(
     if peak is None or not counted or size.why_unshardable == CHANGES_SHAPE:
         return None
     of_all = peak * plan.processes
-
-    def of_step(work: StepWork, seconds: float) -> float:
-        return work.tokens * flops_per_token(size, work.token_length) / (seconds * of_all)
-
-    return of_step
+    return lambda work, seconds: work.tokens * flops_per_token(size, work.token_length) / (seconds * of_all)

@@ -101,7 +101,12 @@ class Spikes(Hook):
         phase, left_out = self.training.schedule.name, self.training.schedule.left_out
         said = f"step {step} of {phase} is a spike: {why}"
         if self.mode == "warn":
-            self._warn(said, step)
+            # How to see a spike and to leave it out is said once for all that follow it.
+            follows = step - self.watch.warned_at < WINDOW and self.watch.warned_at
+            self.watch.warned_at = step
+            if not follows:
+                place = f"{self.run.folder} --phase {phase} --step {step}"
+                self.say(f"{said}; `isobatch replay {place}` shows its samples")
             return
         refuse_where_steps_matter(self.training.task)
         first = max(1, step - ROLLBACK_STEPS) if self.mode == "rollback" else step
@@ -114,14 +119,6 @@ class Spikes(Hook):
             leave_out(self.run, phase, first, step, said)
         steps = f"step {step}" if first == step else f"steps {first} to {step}"
         raise SpikeError(f"{said}; {steps} will be left out")
-
-    def _warn(self, said: str, step: int) -> None:
-        """Say how to see a spike and to leave it out: once for all that follow it."""
-        follows = step - self.watch.warned_at < WINDOW and self.watch.warned_at
-        self.watch.warned_at = step
-        if not follows:
-            place = f"{self.run.folder} --phase {self.training.schedule.name} --step {step}"
-            self.say(f"{said}; `isobatch replay {place}` shows its samples")
 
     def state(self) -> dict[str, Any]:
         return dataclasses.asdict(self.watch)

@@ -24,21 +24,16 @@ class Tracker(Hook):
         self.send(figures.row, figures.steps)
 
     def send(self, row: Mapping[str, Any], steps: int, prefix: str = "") -> None:
-        """Send the numbers of a row, whose place is so many steps of all phases."""
+        """Send the numbers of a row, those in lists too, whose place is so many steps of all phases."""
         if not self.tracker:
             return
-        values = {f"{prefix}{name}": value for name, value in tracked_values(row).items()}
+        found = {name: value for name, value in row.items() if isinstance(value, float)}
+        for name, value in row.items():  # each of a list of floats under NAME/NUMBER
+            if isinstance(value, list) and all(isinstance(one, float) for one in value):
+                found |= {f"{name}/{number}": one for number, one in enumerate(value)}
+        values = {f"{prefix}{name}": value for name, value in found.items()}
         try:
             self.world.accelerator.log(values, step=steps)
         except Exception as error:  # a library's own: its server may be gone
             self.say(f"--tracker {self.tracker} gets nothing more: {type(error).__name__}: {error}")
             self.tracker = ""
-
-
-def tracked_values(row: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a row that a tracker draws: floats, and each of a list of floats under NAME/NUMBER."""
-    found = {name: value for name, value in row.items() if isinstance(value, float)}
-    for name, value in row.items():
-        if isinstance(value, list) and all(isinstance(one, float) for one in value):
-            found |= {f"{name}/{number}": one for number, one in enumerate(value)}
-    return found

@@ -145,7 +145,7 @@ def _divide_padded(
     best: tuple[float, Division] | None = None
     for number in divider.numbers(world):
         starts = divider.divide(number)
-        costs = divider.costs_of(starts)
+        costs = budget.fixed_cost + np.diff(starts, append=len(order)) * cohort * divider.widths[starts]
         ranks, slowest = deal(costs, world)
         if best is None or slowest < best[0]:
             best = slowest, (order, starts, costs, ranks)
@@ -205,11 +205,6 @@ class _PaddedRows:
             middle = (low + high) / 2
             low, high = (middle, high) if self._number(middle, number) > number else (low, middle)
         return np.array(self._starts(high))
-
-    def costs_of(self, starts: np.ndarray) -> np.ndarray:
-        """(S,)"""
-        rows = np.diff(starts, append=self.count) * self.cohort
-        return self.budget.fixed_cost + rows * self.widths[starts]
 
     def _cohorts(self, max_cost: float) -> np.ndarray:
         """Cohorts of a micro-batch that begins in each run."""

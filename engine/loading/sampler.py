@@ -6,7 +6,7 @@ Steps count from 0. So a run resumes at any step, on any number of processes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -132,8 +132,14 @@ class Sampler:
 
     @property
     def quotas(self) -> list[int]:
-        """Samples of each set in an epoch."""
-        return divide_by_shares([share for _, share in self.parts], self.used)
+        """Samples of each set in an epoch: whole numbers by the largest remainder method."""
+        total = math.fsum(share for _, share in self.parts)  # they need not sum to one
+        wanted = [self.used * share / total for _, share in self.parts]
+        found = [math.floor(w) for w in wanted]
+        by_loss = sorted(range(len(wanted)), key=lambda k: found[k] - wanted[k])
+        for k in by_loss[: self.used - sum(found)]:
+            found[k] += 1
+        return found
 
     def _batch_of_like_lengths(self, epoch: int, number: int) -> np.ndarray:
         """Samples are sorted by length within a window of batches, and the window's batches are shuffled."""
@@ -188,13 +194,3 @@ def _scale(numbers: np.ndarray, factor: int, divisor: int) -> np.ndarray:
     if factor * divisor < 1 << 63:
         return numbers * factor // divisor
     return (numbers.astype(object) * factor // divisor).astype(np.int64)
-
-
-def divide_by_shares(shares: Sequence[float], count: int) -> list[int]:
-    """`count` divided by shares that need not sum to one: whole numbers by the largest remainder method."""
-    wanted = [count * share / math.fsum(shares) for share in shares]
-    found = [math.floor(w) for w in wanted]
-    by_loss = sorted(range(len(shares)), key=lambda k: found[k] - wanted[k])
-    for k in by_loss[: count - sum(found)]:
-        found[k] += 1
-    return found

@@ -20,19 +20,13 @@ if TYPE_CHECKING:
 def compile_model(model: nn.Module, plan: Plan) -> None:
     """Let `model` be compiled at its next forward pass, in the plan's mode; nothing if the plan has none."""
     if plan.compile != "off":
-        _let_checkpoints_count()
+        # Compile blocks under activation checkpointing although they count their draws of noise. Without this
+        # option dynamo runs such blocks eagerly, in silence. The count must not be taken up again when a
+        # block is recomputed, and is not.
+        option = "skip_fwd_side_effects_in_bwd_under_checkpoint"
+        if hasattr(torch._dynamo.config, option):  # noqa: SLF001  torch's name for its options
+            setattr(torch._dynamo.config, option, True)  # noqa: SLF001
         model.compile(mode=None if plan.compile == "on" else plan.compile)
-
-
-def _let_checkpoints_count() -> None:
-    """Compile blocks under activation checkpointing although they count their draws of noise.
-
-    Without this option dynamo runs such blocks eagerly, in silence. The count must not be taken up again when
-    a block is recomputed, and is not.
-    """
-    option = "skip_fwd_side_effects_in_bwd_under_checkpoint"
-    if hasattr(torch._dynamo.config, option):  # noqa: SLF001  torch's name for its options
-        setattr(torch._dynamo.config, option, True)  # noqa: SLF001
 
 
 def uncompiled(model: nn.Module) -> contextlib.AbstractContextManager[None]:

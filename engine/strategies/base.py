@@ -158,18 +158,10 @@ class Strategy(ABC):
     def collect_state(self, extra: HookTensors = MappingProxyType({})) -> portable_state.PortableState:
         """This rank's share of all that training changes: weights, buffers, moments. No collectives.
 
-        `extra`: what hooks want saved beside them. Raises TrainingError where those have other shapes.
+        `extra`: what hooks want saved beside them, dealt as weights are; what every rank has whole each
+        writes an equal part of. Raises TrainingError where those have other shapes.
         """
-        own, hooks = self.own_state(), self._hook_state(extra)
-        return portable_state.PortableState(own.entries | hooks.entries, own.pieces + hooks.pieces)
-
-    @abstractmethod
-    def own_state(self) -> portable_state.PortableState:
-        """As `collect_state`, without hooks."""
-
-    def _hook_state(self, extra: HookTensors) -> portable_state.PortableState:
-        """Dealt as weights are; what every rank has whole each writes an equal part of."""
-        found, rank, size = portable_state.PortableState({}, []), self.world.rank, self.world.size
+        found, rank, size = self.own_state(), self.world.rank, self.world.size
         parts = {part.name: part for part in self.parts()} if extra else {}
         for hook, name, tensor in ((h, n, t) for h, tensors in extra.items() for n, t in tensors.items()):
             part, key = parts.get(name), f"{HOOK}{hook}/{name}"
@@ -184,6 +176,10 @@ class Strategy(ABC):
             if flat.numel():
                 found.pieces.append(TensorPiece(key, start, flat))
         return found
+
+    @abstractmethod
+    def own_state(self) -> portable_state.PortableState:
+        """As `collect_state`, without hooks: made anew, as what hooks hold is added to it."""
 
     def read_held(self, saved: SavedCheckpoint, hook: str) -> dict[str, Tensor]:
         """This rank's part of what a hook had saved, under any strategy and world; on all ranks.
@@ -251,9 +247,8 @@ class Strategy(ABC):
         """Go on from another optimizer's `moments()` and `loss_scale()`."""
         raise NotImplementedError
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  for those that need it
         """Let go of the model. Traits say whether it is destroyed by that (`ends_model`)."""
-        return
 
 
 def strategy_class(name: str) -> type[Strategy]:

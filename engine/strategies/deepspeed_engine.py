@@ -69,7 +69,10 @@ def make_engine(model: nn.Module, optimizer: Optimizer, config: dict[str, Any], 
         # Its shared-memory all-reduce is compiled at first use, under a lock that a killed process leaves
         # behind, and spins forever where a rank has died. gloo raises an error instead.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        _form_group(world)
+        if not dist.is_initialized():  # it needs a process group, where there is one process too
+            backend = "nccl" if world.device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads it
         if config["zero_optimization"]["stage"] == 3:
             _shard(model, config, world)
         with world.waiting_for("the start of DeepSpeed's engine"):
@@ -94,11 +97,3 @@ def _shard(model: nn.Module, config: dict[str, Any], world: Communicator) -> Non
                 p.data = torch.empty(p.shape, dtype=p.dtype, device=world.device)
         with world.waiting_for("the broadcast of the initial weights"):
             zero.Init(module=module, config_dict_or_path=config)
-
-
-def _form_group(world: Communicator) -> None:
-    """Form a process group of one process, which DeepSpeed needs, where there is none."""
-    if not dist.is_initialized():
-        backend = "nccl" if world.device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads it

@@ -39,7 +39,12 @@ class ZeroStrategy(Strategy):
         optimizer = make_optimizer(model)  # it groups parameters by shape, which shards do not have
         self.model = self.engine = make_engine(model, optimizer, self.config, self.world)
         if self.stage == 3 and plan.precision == "bf16":
-            self._gather_in_bf16()
+            # Gather what autocast rounds to bf16 in bf16: half the bytes and the same products. The weights
+            # are fp32 again once they are gathered, and gradients are reduced in fp32. DeepSpeed's own switch
+            # for this, `lower_precision_safe_modules`, would reduce them in bf16.
+            for p in matmul_parameters(self.unwrapped):
+                p.comm_dtype = torch.bfloat16  # type: ignore[attr-defined]
+            self.engine.optimizer.get_param_comm_dtype = lambda _: torch.float32
         self._used: set[str] = set()
         """Parameters that got a gradient in the first step."""
         self._hooks = {
@@ -47,16 +52,6 @@ class ZeroStrategy(Strategy):
         }
         self._abandoned: Any = None
         """The reduction of a step that failed, kept so that it never runs."""
-
-    def _gather_in_bf16(self) -> None:
-        """Gather what autocast rounds to bf16 in bf16: half the bytes and the same products.
-
-        The weights are fp32 again once they are gathered, and gradients are reduced in fp32. DeepSpeed's own
-        switch for this, `lower_precision_safe_modules`, would reduce them in bf16.
-        """
-        for p in matmul_parameters(self.unwrapped):
-            p.comm_dtype = torch.bfloat16  # type: ignore[attr-defined]
-        self.engine.optimizer.get_param_comm_dtype = lambda _: torch.float32
 
     @property
     def computes_dummies(self) -> bool:

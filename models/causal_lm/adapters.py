@@ -87,29 +87,30 @@ def check_options(options: Any, pretrained: bool) -> None:
     biases, trains_all = options.lora_bias, adapter == "none"
     changed = [f.name for f in fields(AdapterOptions) if getattr(options, f.name) != f.default]
     given = [spelling(name) for name in changed if name not in ("adapter", "load_bits")]
-    wrong = {
-        f"{', '.join(given)}: means nothing without an adapter, as all weights train: add --adapter"
-        " lora": trains_all and given,
-        f"--adapter {adapter}: a model from scratch has nothing to adapt; give --model a folder or hub"
-        " id": not (trains_all or pretrained),
-        f"--load-bits {bits}: rounded weights cannot train: add --adapter lora (which is --adapter"
-        " qlora with 4 bits)": trains_all and bits != 16,
-        "--adapter dora: needs the weights' norms, which 8 bits do not give: use --load-bits 4": (
-            adapter == "dora" and bits == 8
-        ),
-        "--adapter dora: has lengths of its own to begin with: leave --lora-init pissa out": (
-            adapter == "dora" and options.lora_init == "pissa"
-        ),
-        "--lora-experts: takes --adapter lora or qlora with another --lora-init than pissa": (
-            options.lora_experts and (adapter == "dora" or options.lora_init == "pissa")
-        ),
-        f"--lora-experts: experts have no dropout, and --lora-dropout is {options.lora_dropout:g}: say"
-        " --lora-dropout 0": options.lora_experts and options.lora_dropout > 0,
-        f"--lora-bias {biases}: 4-bit layers round their biases to the type they compute in: leave it"
-        " out, or use --load-bits 8": biases != "none" and bits == 4,
-        f"--load-bits {bits}: qlora means 4; with 8 say --adapter lora": adapter == "qlora" and bits != 4,
-    }
-    refuse(wrong)
+    refuse(
+        {
+            f"{', '.join(given)}: means nothing without an adapter, as all weights train: add --adapter"
+            " lora": trains_all and given,
+            f"--adapter {adapter}: a model from scratch has nothing to adapt; give --model a folder or hub"
+            " id": not (trains_all or pretrained),
+            f"--load-bits {bits}: rounded weights cannot train: add --adapter lora (which is --adapter"
+            " qlora with 4 bits)": trains_all and bits != 16,
+            "--adapter dora: needs the weights' norms, which 8 bits do not give: use --load-bits 4": (
+                adapter == "dora" and bits == 8
+            ),
+            "--adapter dora: has lengths of its own to begin with: leave --lora-init pissa out": (
+                adapter == "dora" and options.lora_init == "pissa"
+            ),
+            "--lora-experts: takes --adapter lora or qlora with another --lora-init than pissa": (
+                options.lora_experts and (adapter == "dora" or options.lora_init == "pissa")
+            ),
+            f"--lora-experts: experts have no dropout, and --lora-dropout is {options.lora_dropout:g}: say"
+            " --lora-dropout 0": options.lora_experts and options.lora_dropout > 0,
+            f"--lora-bias {biases}: 4-bit layers round their biases to the type they compute in: leave it"
+            " out, or use --load-bits 8": biases != "none" and bits == 4,
+            f"--load-bits {bits}: qlora means 4; with 8 say --adapter lora": adapter == "qlora" and bits != 4,
+        }
+    )
 
 
 def load_base_model(

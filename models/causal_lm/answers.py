@@ -67,7 +67,9 @@ def held_out_prompts(rows: Iterable[Batch], count: int, facts: Facts) -> list[He
     A sample gives one, of those of its answers that have an end; which one depends on the prompts before it,
     so that first and later answers of conversations are asked for alike.
     """
-    found, ends = list[HeldOutPrompt](), _end_ids(facts)
+    found, template = list[HeldOutPrompt](), facts.extra["template"]
+    named = {saving.load_tokenizer(facts).token_to_id(name) for name in template.get("ends") or ()}
+    ends = {template["end_id"], *named} - {None}  # the tokens that may end an answer
     for batch in rows:
         for row, sample in enumerate(batch["index"].tolist()):
             if "label" in batch and not batch["label"][row]:
@@ -82,13 +84,6 @@ def held_out_prompts(rows: Iterable[Batch], count: int, facts: Facts) -> list[He
         if len(found) == count:
             break
     return found
-
-
-def _end_ids(facts: Facts) -> set[int]:
-    """The tokens that may end an answer."""
-    template = facts.extra["template"]
-    named = {saving.load_tokenizer(facts).token_to_id(name) for name in template.get("ends") or ()}
-    return {template["end_id"], *named} - {None}
 
 
 def _answers(tokens: np.ndarray, learn: np.ndarray, ends: set[int]) -> Iterator[tuple[int, int]]:

@@ -101,7 +101,9 @@ class TextClassifier:
         encodings = self.problem.encode(self.tokenizer, texts)
         if self.profile:
             self.profile.add_texts([encoding.ids for encoding in encodings])
-        logits = [one / self.problem.kept.temperature for one in self._logits(encodings)]
+        # (C,) fp32 of each text, or what the problem picks of (T, C).
+        rows = zip(encodings, self._rows(self.run, encodings), strict=True)
+        logits = [self.problem.pick(*one) / self.problem.kept.temperature for one in rows]
         if self.profile and self.problem.has_confidence and logits:
             self.profile.add_answers(softmax(np.array(logits)))
         answers = self.problem.answers(logits, texts)
@@ -124,11 +126,6 @@ class TextClassifier:
         """(n, H): what each is like, of a model in torch."""
         assert self.encode is not None, "the caller has asked"
         return np.array(self._rows(self.encode, self.problem.encode(self.tokenizer, texts)))
-
-    def _logits(self, encodings: Sequence[Any]) -> list[np.ndarray]:
-        """(C,) fp32 of each text in order, or what the problem picks of (T, C)."""
-        found = zip(encodings, self._rows(self.run, encodings), strict=True)
-        return [self.problem.pick(encoding, logits) for encoding, logits in found]
 
     def _rows(self, run: Runner, encodings: Sequence[Any]) -> list[np.ndarray]:
         """What `run` gives of each, in order; the encodings are padded."""

@@ -175,13 +175,14 @@ class Problem(ABC):
         """Raise UserError for flags that mean nothing here. `metric`: --best-metric."""
         known = ("auto", "loss", self.headline, *self.choices)
         mine = f"the labels are {self.name}"
-        wrong = {
-            f"--best-metric {metric}: {mine}: take {', '.join(known[1:])}": metric not in known,
-            f"--label-smoothing {smoothing:g}: {mine}: leave it out": smoothing and self.is_score,
-            f"--focal {focal:g}: {mine}: leave it out": focal and self.is_score,
-            f"--regression-loss huber: {mine}: leave it out": huber and not self.is_score,
-        }
-        refuse(wrong)
+        refuse(
+            {
+                f"--best-metric {metric}: {mine}: take {', '.join(known[1:])}": metric not in known,
+                f"--label-smoothing {smoothing:g}: {mine}: leave it out": smoothing and self.is_score,
+                f"--focal {focal:g}: {mine}: leave it out": focal and self.is_score,
+                f"--regression-loss huber: {mine}: leave it out": huber and not self.is_score,
+            }
+        )
 
     def encode(self, tokenizer: Any, texts: Sequence[Any]) -> list[Any]:
         """The texts' encodings."""

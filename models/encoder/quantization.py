@@ -219,10 +219,15 @@ def quantize_model(model: Any, bits: int, embedding_bits: int) -> None:
     from isobatch.models.encoder import encoders
 
     for layer in encoders.layers(model):
-        if layer.output.in_features:  # without heads only the output's bias is left
-            _quantize_attention(layer, bits)
-        for part in ("up", "down"):
+        has_heads = layer.output.in_features > 0  # else only the output's bias is left
+        found, shared = layer.producers("output") if has_heads else [], ActivationQuantizer()
+        for part in ("output", "up", "down") if has_heads else ("up", "down"):
             layer.replace(part, QuantLinear(getattr(layer, part), bits, ActivationQuantizer(), own=True))
+        for name, linear, _ in found:
+            model.set_submodule(name, QuantLinear(linear, bits, shared, own=len(found) == 1))
+        if len(found) > 1:
+            layer.attention.register_module("reads", shared)
+            layer.attention.register_forward_pre_hook(_quantize_input_once, with_kwargs=True)
     names, dense = dict(model.named_modules()), encoders.FAMILIES[model.config.model_type].dense
     if dense in names:  # a head for tokens may have none
         model.set_submodule(dense, QuantLinear(names[dense], 8, ActivationQuantizer(), own=True))
@@ -231,16 +236,6 @@ def quantize_model(model: Any, bits: int, embedding_bits: int) -> None:
         for name, module in names.items():
             if type(module) is nn.Embedding:
                 model.set_submodule(name, QuantEmbedding(module, embedding_bits if module is words else 8))
-
-
-def _quantize_attention(layer: Any, bits: int) -> None:
-    layer.replace("output", QuantLinear(layer.output, bits, ActivationQuantizer(), own=True))
-    found, shared = layer.producers("output"), ActivationQuantizer()
-    for name, linear, _ in found:
-        layer.model.set_submodule(name, QuantLinear(linear, bits, shared, own=len(found) == 1))
-    if len(found) > 1:
-        layer.attention.register_module("reads", shared)
-        layer.attention.register_forward_pre_hook(_quantize_input_once, with_kwargs=True)
 
 
 def _quantize_input_once(

@@ -53,25 +53,26 @@ class ClassifierReport(TaskReport):
             opened = {**asked, "model_path": str(path.resolve())}
             found = evaluation.predict(evaluation.open_runner(path), batches())
             evidence = problem.evidence(found)
-            row = {
-                "form": form,
-                "runtime": runtime,
-                "samples": len(evidence),
-                "problem": problem.name,
-                "parameters": parameters,
-                "file": str(file.relative_to(final.parent)),
-                "file_bytes": file.stat().st_size,
-                "baselines": [one.to_dict() for one in simple.standings(problem, found, others)],
-                "opened": opened,
-                "peak_memory_bytes": in_child("models.encoder.latency:peak_memory", model=opened),
-                "class_names": problem.labels,
-                **problem.detail(evidence),
-                problem.headline: problem.score(evidence),
-                f"{problem.headline}_ci95": problem.interval(evidence),
-                "evidence": problem.brief(evidence).tolist(),
-                "labels": found.labels.tolist(),
-            }
-            rows.append(row)
+            rows.append(
+                {
+                    "form": form,
+                    "runtime": runtime,
+                    "samples": len(evidence),
+                    "problem": problem.name,
+                    "parameters": parameters,
+                    "file": str(file.relative_to(final.parent)),
+                    "file_bytes": file.stat().st_size,
+                    "baselines": [one.to_dict() for one in simple.standings(problem, found, others)],
+                    "opened": opened,
+                    "peak_memory_bytes": in_child("models.encoder.latency:peak_memory", model=opened),
+                    "class_names": problem.labels,
+                    **problem.detail(evidence),
+                    problem.headline: problem.score(evidence),
+                    f"{problem.headline}_ci95": problem.interval(evidence),
+                    "evidence": problem.brief(evidence).tolist(),
+                    "labels": found.labels.tolist(),
+                }
+            )
         return rows
 
 
@@ -160,7 +161,12 @@ def verdicts(rows: list[ReportRow]) -> list[str]:
 def tables(row: ReportRow) -> list[ReportTable]:
     """A line for each of its labels, and how it stands to simple models."""
     name = row["run"] if row["form"].endswith("fp32") else f"{row['run']}, {row['form']}"
-    return [_problem(row).table(name, row), _table_of_baselines(name, row)]
+    head = ["simple model", f"{_problem(row).title}, %", "the model above it (95 %, p)", "it is"]
+    rows = [
+        [one["name"], f"{100 * one['score']:.2f}", _points(one), one["verdict"]] for one in row["baselines"]
+    ]
+    note = f"Learnt from the same training rows and measured on the same {row['samples']:,} samples."
+    return [_problem(row).table(name, row), ReportTable(f"{name} beside simple models", note, head, rows)]
 
 
 def _problem(row: ReportRow) -> Problem:
@@ -189,15 +195,6 @@ def _points(one: dict[str, Any]) -> str:
     """How far the model is above a baseline."""
     value, low, high = (100 * one[part] for part in ("value", "low", "high"))
     return f"({value:+.1f} points, {low:+.1f} to {high:+.1f}, p {format_p_value(one['p'])})"
-
-
-def _table_of_baselines(name: str, row: ReportRow) -> ReportTable:
-    head = ["simple model", f"{_problem(row).title}, %", "the model above it (95 %, p)", "it is"]
-    rows = [
-        [one["name"], f"{100 * one['score']:.2f}", _points(one), one["verdict"]] for one in row["baselines"]
-    ]
-    note = f"Learnt from the same training rows and measured on the same {row['samples']:,} samples."
-    return ReportTable(f"{name} beside simple models", note, head, rows)
 
 
 def _worth_against(row: ReportRow, first: ReportRow, alike: ReportRow) -> str:

@@ -175,12 +175,13 @@ class SequenceVAE(Task):
     def check(self) -> None:
         options, longest = self.options, self.recipe.max_length
         on_collapse = options.on_collapse
-        wrong = {
-            f"--max-length {longest}: a row needs a token and the end token": longest < 2,
-            f"--on-collapse {on_collapse}: the monitor is off: leave --monitor out": on_collapse != "warn"
-            and options.monitor == "off",
-        }
-        refuse(wrong)
+        refuse(
+            {
+                f"--max-length {longest}: a row needs a token and the end token": longest < 2,
+                f"--on-collapse {on_collapse}: the monitor is off: leave --monitor out": on_collapse != "warn"
+                and options.monitor == "off",
+            }
+        )
 
     def build_model(self, facts: Facts) -> nn.Module:
         from isobatch.models.sequence_vae import network
@@ -268,11 +269,9 @@ class SequenceVAE(Task):
         nats, free_bits = max(2.0, self.options.latent / 8), float(model.objective.free_bits)
         asked = self.options.on_collapse == "remedy" and history.state in ("collapsing", "collapsed")
         remedied = asked and free_bits < nats and step.number + 1 < step.total_steps
-        advice = (
-            "try --word-dropout 0.2 or more --free-bits"
-            if free_bits
-            else f"try --free-bits {nats:g}, --kl-schedule cyclical or --on-collapse remedy"
-        )
+        advice = f"try --free-bits {nats:g}, --kl-schedule cyclical or --on-collapse remedy"
+        if free_bits:
+            advice = "try --word-dropout 0.2 or more --free-bits"
         message = sentence(figures, history, "" if remedied else advice)
         said = {**figures.metrics(), "verdict": history.state, "verdict_says": message}
         for name, value in said.items():
@@ -311,7 +310,9 @@ class SequenceVAE(Task):
         nll, kl, tokens = (float(parts[name].value / parts[name].weight) for name in ("nll", "kl", "tokens"))
         found: dict[str, Any] = {"loss": nll + kl, "nll": nll + kl, "reconstruction": nll, "kl": kl}
         found |= {"perplexity": finite_exp((nll + kl) / tokens), "unit": "token, the end too"}
-        if words := words_per_sequence(facts, split):
+        sizes = facts.extra.get("splits", {}).get(split, {})
+        if sizes.get("words"):  # not of ids; the end is a word, as in the literature (Bowman et al. 2016)
+            words = sizes["words"] / sizes["sequences"] + 1
             found["word_perplexity"] = finite_exp((nll + kl) / words)
         mean, logvar = torch.from_numpy(parts["posterior"].astype(np.float64)).chunk(2, dim=1)
         variance = monitor.mean_variance(mean.sum(0), mean.square().sum(0), len(mean))
@@ -363,14 +364,6 @@ class SequenceVAE(Task):
             language="sh",
             remark="a part of the run, which isobatch opens",
         )
-
-
-def words_per_sequence(facts: Facts, split: str) -> float | None:
-    """Mean words of a split's sequences, of which the end is one as in the literature (Bowman et al. 2016);
-    None for ids.
-    """
-    sizes = facts.extra.get("splits", {}).get(split, {})
-    return sizes["words"] / sizes["sequences"] + 1 if sizes.get("words") else None
 
 
 def _posterior(columns: Mapping[str, list[Any]], *axes: Any) -> None:
