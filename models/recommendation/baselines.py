@@ -7,6 +7,7 @@ They are fitted at the end of training and kept in final/. What is measured is w
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from isobatch.models.recommendation.recommendations import (
     BASELINES_FILE,
     BLEND,
     EASE,
+    KNN,
     MODEL,
     POPULARITY,
     standardized,
@@ -48,28 +50,36 @@ class Fitted(NamedTuple):
     full_ndcg: float
     settings: Settings
     arrays: Arrays
+    number: int = 0
+    """The place of its settings among those that are tried."""
 
 
 @torch.no_grad()
-def fit_unmeasured(net: Any, final: Path, has_model: bool = True) -> None:
+def fit_unmeasured(net: Any, final: Path, has_model: bool = True, earlier: Path | None = None) -> None:
     """Keep the baselines in `final` where nothing is held out, with the model for BEST, or EASE where the
-    network was not trained.
+    network was not trained. `earlier`: see `final_figures`.
     """
-    fitted = _fitted(net, None, 0)
-    _write(final, net, {n: one.arrays for n, one in fitted.items()}, MODEL if has_model else EASE)
+    _write(final, net, _fitted(net, None, 0, earlier), MODEL if has_model else EASE)
 
 
 @torch.no_grad()
 def final_figures(
-    net: Any, final: Path, batches: Batches, validation: Batches | None, k: int, has_model: bool = True
+    net: Any,
+    final: Path,
+    batches: Batches,
+    validation: Batches | None,
+    k: int,
+    has_model: bool = True,
+    earlier: Path | None = None,
 ) -> dict[str, Any]:
     """Keep the baselines in `final`; the metrics of each, and how sure its difference to the model's is.
 
     Settings, and the best of all, are those with the best NDCG among all items in `validation`, never in
-    `batches`. `has_model`: whether the network was trained; if not, the best stands in its place.
+    `batches`. `has_model`: whether the network was trained; if not, the best stands in its place. `earlier`:
+    final/ of the run that this one goes on from, whose settings of the classics are not chosen again.
     """
     thin = validation and _thinned(net, validation)
-    fitted, best = _fitted(net, thin, k), MODEL if has_model else EASE
+    fitted, best = _fitted(net, thin, k, earlier), MODEL if has_model else EASE
     found: dict[str, Any] = {f"{n}_{of}": v for n, one in fitted.items() for of, v in one.settings.items()}
     if thin is not None:
         scorers = _scorers(net, {name: one.arrays for name, one in fitted.items()})
@@ -87,7 +97,7 @@ def final_figures(
         shares = [f"{float(share):g} {name}" for name, share in fitted[BLEND].arrays.items()]
         best = max(ndcg, key=lambda name: ndcg[name])
         found |= {"blend_of": " + ".join(shares), "best_on_validation": best}
-    _write(final, net, {name: one.arrays for name, one in fitted.items()}, best)
+    _write(final, net, fitted, best)
     return found | kept_metrics(net, final, batches, k, has_model)
 
 
@@ -101,17 +111,25 @@ def _ndcg(net: Any, scorer: ranking.Scorer, batches: Batches, k: int) -> float:
     return ranking.measure(net, scorer, batches(), k).figures[f"full_ndcg@{k}"]
 
 
-def _fitted(net: Any, validation: Batches | None, k: int) -> dict[str, Fitted]:
+def _fitted(net: Any, validation: Batches | None, k: int, earlier: Path | None) -> dict[str, Fitted]:
     """Each classic as it ranks best among all items; without `validation` with the first of its settings."""
+    from safetensors import safe_open
+
+    chosen: dict[str, int] = {}
+    if earlier is not None and (kept := earlier / BASELINES_FILE).is_file():
+        with safe_open(kept, "pt") as file:
+            chosen = json.loads(file.metadata().get("settings", "{}"))
     net.eval()
     x, found = input_matrix(net, torch.arange(len(net.user_text)), net.trained.cpu()), dict[str, Fitted]()
     data = TrainingPairs(x, x.t().to_sparse_csr(), net.recent.cpu(), int(net.counts.sum()))
     for name, classic in CLASSICS.items():
         doing(f"fitting {BASELINES[name]}")
-        for settings, arrays in classic.fit(data, validation is not None):
+        first = int(chosen.get(name, 0))
+        which = slice(first, None if validation and name not in chosen else first + 1)
+        for number, (settings, arrays) in enumerate(classic.fit(data, which), first):
             ndcg = _ndcg(net, _scorers(net, {name: arrays})[name], validation, k) if validation else 0.0
             if name not in found or ndcg > found[name].full_ndcg:
-                found[name] = Fitted(ndcg, settings, arrays)
+                found[name] = Fitted(ndcg, settings, arrays, number)
     return found
 
 
@@ -143,16 +161,17 @@ def kept_metrics(net: Any, final: Path, batches: Batches, k: int, has_model: boo
     return found
 
 
-def _write(final: Path, net: Any, kept: Mapping[str, Arrays], best: str) -> None:
+def _write(final: Path, net: Any, fitted: Mapping[str, Fitted], best: str) -> None:
     from safetensors.torch import save_file
 
-    arrays = {POPULARITY: net.counts.cpu()}
+    arrays, kept = {POPULARITY: net.counts.cpu()}, {name: one.arrays for name, one in fitted.items()}
     for name, parts in kept.items():
         arrays |= {f"{name}.{part}": array for part, array in parts.items()}
     if best == ALS or (best == BLEND and ALS in kept[BLEND]):  # solved once, for the lists of all users
         x = input_matrix(net, torch.arange(len(net.user_text)), net.starts.diff())
         arrays[f"{ALS}.users"] = als_users(kept[ALS], x)
-    save_file(arrays, final / BASELINES_FILE, {"best": best})
+    numbers = {name: fitted[name].number for name in (KNN, EASE, ALS)}  # windows of time are the data's own
+    save_file(arrays, final / BASELINES_FILE, {"best": best, "settings": json.dumps(numbers)})
     atomic_files.share_as_umask_allows(final)
 
 

@@ -57,8 +57,8 @@ class TrainingPairs(NamedTuple):
 class Classic(NamedTuple):
     """A classic recommender: how it is fitted, and how what is kept of it scores."""
 
-    fit: Callable[[TrainingPairs, bool], Iterable[tuple[Settings, Arrays]]]
-    """(data, whether to tune) -> settings with their fits; the first is the default."""
+    fit: Callable[[TrainingPairs, slice], Iterable[tuple[Settings, Arrays]]]
+    """(data, which of its settings) -> these with their fits; the first is the default."""
     score: Callable[[Arrays, Tensor], Tensor]
     """(arrays, (B, items) CSR of what users had) -> (B, items)."""
 
@@ -137,15 +137,15 @@ def weighted_sums(kept: Arrays, x: Tensor) -> Tensor:
     return x @ weights.to_dense() if len(weights) <= EXACT_ITEMS else product(x, weights)
 
 
-def fit_recent(data: TrainingPairs, tune: bool) -> Iterator[tuple[Settings, Arrays]]:
+def fit_recent(data: TrainingPairs, which: slice) -> Iterator[tuple[Settings, Arrays]]:
     """Popularity in the latest interactions; `share`: of all, that are counted."""
-    for counts in data.recent if tune else data.recent[:1]:
+    for counts in data.recent[which]:
         yield {"share": round(int(counts.sum()) / data.rows, 4)}, {"counts": counts.clone()}
 
 
-def fit_knn(data: TrainingPairs, tune: bool) -> Iterator[tuple[Settings, Arrays]]:
+def fit_knn(data: TrainingPairs, which: slice) -> Iterator[tuple[Settings, Arrays]]:
     """Shrunk cosines: users of both / (geometric mean of the users of each + shrinkage)."""
-    items, shrinkages = data.x.shape[1], KNN_SHRINKAGES if tune else KNN_SHRINKAGES[:1]
+    items, shrinkages = data.x.shape[1], KNN_SHRINKAGES[which]
     norms = data.of_items.crow_indices().diff().float().sqrt()
     found: list[list[tuple[Tensor, ...]]] = [[] for _ in shrinkages]
     for targets in torch.arange(items).split(ROWS_AT_ONCE):
@@ -159,9 +159,9 @@ def fit_knn(data: TrainingPairs, tune: bool) -> Iterator[tuple[Settings, Arrays]
         yield {"shrinkage": shrinkage}, item_weights(parts, items)
 
 
-def fit_ease(data: TrainingPairs, tune: bool) -> Iterator[tuple[Settings, Arrays]]:
+def fit_ease(data: TrainingPairs, which: slice) -> Iterator[tuple[Settings, Arrays]]:
     """EASE (Steck 2019): each item is predicted by all others, or in a large catalogue by a few."""
-    lambdas = EASE_LAMBDAS if tune else EASE_LAMBDAS[:1]
+    lambdas = EASE_LAMBDAS[which]
     if data.x.shape[1] > EXACT_ITEMS:
         yield from _sparse_ease(data, lambdas)
         return
@@ -252,9 +252,9 @@ def _grams_of(data: TrainingPairs, nearest: Tensor) -> Tensor:
     return grams.view(n, k, k)
 
 
-def fit_als(data: TrainingPairs, tune: bool) -> Iterator[tuple[Settings, Arrays]]:
+def fit_als(data: TrainingPairs, which: slice) -> Iterator[tuple[Settings, Arrays]]:
     """Alternating least squares of implicit feedback; see `als_vectors`."""
-    for dim, l2, alpha in ALS_SETTINGS if tune else ALS_SETTINGS[:1]:
+    for dim, l2, alpha in ALS_SETTINGS[which]:
         shape = (data.x.shape[1], int(dim))
         vectors = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 0.1 / dim**0.5
         for _ in range(ALS_ROUNDS):

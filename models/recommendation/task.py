@@ -336,13 +336,20 @@ class Recommender(Task):
         from isobatch.models.recommendation import baselines
 
         valid = partial(batches, "valid") if {"valid", "test"} <= facts.samples.keys() else None
-        return baselines.final_figures(model, final, batches, valid, self.options.top_k, self._has_network)
+        more = self.options.top_k, self._has_network, self._earlier
+        return baselines.final_figures(model, final, batches, valid, *more)
+
+    @property
+    def _earlier(self) -> Path | None:
+        """final/ of the run that this one goes on from."""
+        start = self.recipe.starts_from
+        return Path(start["run"]) / "final" if start else None
 
     def finish_unmeasured(self, model: Any, final: Path) -> str:
         """Fit the baselines to all interactions."""
         from isobatch.models.recommendation import baselines
 
-        baselines.fit_unmeasured(model, final, self._has_network)
+        baselines.fit_unmeasured(model, final, self._has_network, self._earlier)
         which = "whether the model or a baseline" if self._has_network else "which of the classics"
         return f"nothing tells {which} ranks better: choose by a run with a split"
 

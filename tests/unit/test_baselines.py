@@ -30,6 +30,10 @@ def interactions(model: RecommenderNet) -> np.ndarray:
     return x
 
 
+SETTINGS = {"knn": 2, "ease": 3, "als": 1}
+"""Of classics, by their places in what is tried."""
+
+
 def write_model(folder: Path) -> tuple[RecommenderNet, dict[str, Any]]:
     """A model's folder as `Recommendations` reads it, with baselines; their figures on TEST."""
     model = net(text=False)
@@ -76,7 +80,7 @@ def test_exact_ease_and_knn_are_those_of_the_formulas() -> None:
     knn = gram / (np.outer(norms, norms) + classics.KNN_SHRINKAGES[0])
     for fit, wanted in ((classics.fit_ease, -p / np.diag(p)), (classics.fit_knn, knn)):
         np.fill_diagonal(wanted, 0)
-        (_, kept), *others = fit(data, False)
+        (_, kept), *others = fit(data, slice(1))
         np.testing.assert_allclose(dense(kept), wanted, rtol=1e-3, atol=1e-7)
         assert not others
         assert kept["values"].dtype == torch.float16
@@ -91,7 +95,7 @@ def test_ease_of_a_large_catalogue_is_a_ridge_on_the_items_taken_with_each(
     model = net(text=False)
     x, data = interactions(model), training(model)
     gram = x.T @ x
-    (settings, kept), *others = classics.fit_ease(data, True)
+    (settings, kept), *others = classics.fit_ease(data, slice(None))
     assert settings == {"lambda": 1000.0, "neighbours": k}
     assert len(others) == len(classics.EASE_LAMBDAS) - 1
     found = dense(kept)
@@ -121,7 +125,7 @@ def test_als_solves_its_normal_equations() -> None:
 def test_settings_and_the_best_are_chosen_on_validation_alone(tmp_path: Path) -> None:
     model, found = write_model(tmp_path)
     x, full = interactions(model), {}
-    for settings, kept in classics.fit_ease(training(model), True):
+    for settings, kept in classics.fit_ease(training(model), slice(None)):
         scores = torch.from_numpy(x @ dense(kept))
         others = ranking.candidates(model, VALID["user"], VALID["inputs"])
         ranks = ranking.ranks_of_held_out(VALID, scores[VALID["user"]], others)["full_"]
@@ -205,7 +209,8 @@ def test_vectors_of_users_are_kept_where_the_best_ranks_by_them(tmp_path: Path) 
     solved = every(open_recommendations(tmp_path, "als"))
     for best in ("als", "ease"):
         kept["als"].pop("users", None)
-        baselines._write(tmp_path, model, kept, best)  # noqa: SLF001
+        fits = {name: baselines.Fitted(0.0, {}, arrays) for name, arrays in kept.items()}
+        baselines._write(tmp_path, model, fits, best)  # noqa: SLF001
         assert ("als.users" in load_file(tmp_path / baselines.BASELINES_FILE)) == (best == "als")
         lists = open_recommendations(tmp_path, "als")
         found, scores = lists.lists(range(USERS), 3)
@@ -240,9 +245,9 @@ def test_what_is_not_kept_is_refused_in_one_line(tmp_path: Path) -> None:
 
 def test_the_share_of_recent_interactions_is_one_of_interactions_not_of_pairs(tmp_path: Path) -> None:
     model, _ = write_model(tmp_path)
-    once = [settings["share"] for settings, _ in classics.fit_recent(training(model), True)]
+    once = [settings["share"] for settings, _ in classics.fit_recent(training(model), slice(None))]
     model.counts, model.recent = model.counts * 3, model.recent * 3  # each pair three times
-    assert [settings["share"] for settings, _ in classics.fit_recent(training(model), True)] == once
+    assert [settings["share"] for settings, _ in classics.fit_recent(training(model), slice(None))] == once
 
 
 def test_intervals_count_rows_of_a_user_together() -> None:
@@ -282,10 +287,37 @@ def test_rows_are_ranked_alike_however_they_are_batched(
         assert joined[name] == pytest.approx(figure), name
 
 
+def test_a_run_that_goes_on_keeps_the_settings_of_the_classics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are fitted once each, to its own data; held-out data or none."""
+    model, chosen = write_model(tmp_path)
+    fits = {name: baselines.Fitted(0.0, {}, {}, number) for name, number in SETTINGS.items()}
+    baselines._write(tmp_path, model, fits, "model")  # noqa: SLF001
+    tried: dict[str, list[slice]] = {}
+    for name, classic in classics.CLASSICS.items():
+
+        def fit(data: Any, which: slice, name: str = name, classic: Any = classic) -> Any:
+            tried.setdefault(name, []).append(which)
+            return classic.fit(data, which)
+
+        monkeypatch.setitem(baselines.CLASSICS, name, classics.Classic(fit, classic.score))
+    again = tmp_path / "again"
+    again.mkdir()
+    found = baselines.final_figures(model, again, lambda: [TEST], lambda: [VALID], 3, earlier=tmp_path)
+    assert found["knn_shrinkage"] == classics.KNN_SHRINKAGES[SETTINGS["knn"]]
+    assert found["ease_lambda"] == classics.EASE_LAMBDAS[SETTINGS["ease"]]
+    assert found.keys() == chosen.keys()
+    baselines.fit_unmeasured(model, again, earlier=tmp_path)
+    one_each = {name: [slice(number, number + 1)] * 2 for name, number in SETTINGS.items()}
+    assert {name: tried[name] for name in SETTINGS} == one_each
+    assert [which.stop for which in tried["recent"]] == [None, 1]  # windows are the data's own
+
+
 def test_without_held_out_data_the_first_settings_are_fitted(tmp_path: Path) -> None:
     model, _ = write_model(tmp_path)
     baselines.fit_unmeasured(model, tmp_path)
     assert open_recommendations(tmp_path).by == "model"
-    (_, kept), *_ = classics.fit_knn(training(model), False)
+    (_, kept), *_ = classics.fit_knn(training(model), slice(1))
     wanted = interactions(model) @ dense(kept)
     np.testing.assert_allclose(every(open_recommendations(tmp_path, "knn")), wanted, atol=1e-5)
