@@ -186,8 +186,8 @@ def evaluation_seconds(
     ranked = size.ranked * (evaluated + RANKINGS_TO_TUNE * tuned * (kept > 0) + RANKINGS_OF_KEPT * kept)
     computed = often * min(valid, most) + at_end * (min(kept, most) + min(tuned, most))
     cores = plan.processes * (plan.threads or 1)
-    at_end = size.fit_seconds + (ranked * RANKED_SECONDS / cores if plan.device == "cpu" else 0.0)
-    return computed * (FORWARD_SHARE * plan.predicted_step_seconds / recipe.batch_size) + at_end
+    on_host = size.fit_seconds + (ranked * RANKED_SECONDS / cores if plan.device == "cpu" else 0.0)
+    return computed * (FORWARD_SHARE * plan.predicted_step_seconds / recipe.batch_size) + on_host
 
 
 def parse_prices(text: str | None) -> dict[str, float]:

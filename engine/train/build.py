@@ -239,7 +239,7 @@ class Builder:
         state, strategy = self.state, self.state.strategy
         if not isinstance(state.task, KeepsRows):
             return
-        saved = open_start(origin, state.task, state.facts)
+        saved: Any = open_start(origin, state.task, state.facts)
         same = RunFolder(Path(origin["run"])).recipe.optimizer == state.recipe.optimizer
         trained = {*(part.name for part in strategy.parts()), *strategy.buffers()}
         if same and portable_state.saved_weight_names(saved) == trained:

@@ -22,17 +22,18 @@ Arrays = dict[str, Tensor]
 
 EXACT_ITEMS = 5000
 """Largest catalogue whose EASE is exact: each regularization takes items ** 3 multiplications."""
-EASE_LAMBDAS = (1000.0, 100.0, 300.0, 3000.0)
+EASE_LAMBDAS: tuple[float, ...] = (1000.0, 100.0, 300.0, 3000.0)
 """L2 regularizations of EASE. Of all settings the best on the validation split is taken, where there is none
 the first."""
 EASE_WEIGHTS = 1024
 """Weights that exact EASE keeps of each item: what this and other cuts cost is in benchmarks/LOG.md."""
 EASE_NEIGHBOURS = 100
 """Items by which each item of a larger catalogue is predicted: those that most of its users took."""
-KNN_SHRINKAGES = (10.0, 1.0, 100.0)
+KNN_SHRINKAGES: tuple[float, ...] = (10.0, 1.0, 100.0)
 """Added to the denominator of a cosine, so that a few users in common count little."""
 NEIGHBOURS = 100
 """Most similar items that item-kNN keeps of each item."""
+ALS_SETTINGS: tuple[tuple[float, ...], ...]
 ALS_SETTINGS = ((128, 0.003, 0.1), (64, 0.01, 0.3), (256, 0.003, 0.03), (256, 0.003, 0.01))
 """(dim, regularization, weight of what was not taken)."""
 ALS_ROUNDS = 12

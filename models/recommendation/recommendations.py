@@ -561,7 +561,7 @@ class BaselineRecommendations(Recommendations):
             return self._sums(*self._had_by(users), room), 0.0, None
         parts = zip(self._parts, rooms, strict=True)
         found = [part._standardized(users, share, place) for (share, part), place in parts]  # noqa: SLF001
-        np.add(*rooms, out=room)
+        np.add(rooms[0], rooms[1], out=room)
         # No standardized score is above the root of how many there are.
         slack = sum(slack for _, slack, _ in found) + 8 * np.finfo(room.dtype).eps * len(self.items) ** 0.5
         return room, slack, lambda rows, items: sum(exact(rows, items) for *_, exact in found)
