@@ -2,12 +2,15 @@
 
 The parts take 26.5 minutes together. Every row is written as soon as it is there, so that the same command,
 stopped or killed wherever it was, goes on there: three commands of `--seconds 570` are enough for all. A row
-of older code stays and is shown as such; `--again` measures all anew.
+of older code stays and is shown as such; `--again` measures all anew. With a card for a quarter of an hour:
+first what is right, in three commands side by side with a KEEP of their own, each of a few trials (`--trial
+demo --trial "stop, resume, verify"`), for starting takes most of their time; then alone what is fast.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import math
 import os
@@ -47,6 +50,7 @@ def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks gpu", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="tiny sizes, on any machine; keeps no results")
     parser.add_argument("--part", choices=[*PARTS], help="one part alone")
+    parser.add_argument("--trial", action="append", help="a trial's name: only those named so are run")
     parser.add_argument("--again", action="store_true", help="measure anew what is there already")
     parser.add_argument("--out", type=Path, help="folder of the results; by default benchmarks/results")
     parser.add_argument("--seconds", type=float, default=math.inf, help="end after so long, at a row's end")
@@ -57,6 +61,10 @@ def main(words: Sequence[str]) -> int:
         print("benchmarks gpu: there is no CUDA GPU here: --quick tries what runs without", file=sys.stderr)
         return 2
     parts = {n: part_of(n) for n in ([asked.part] if asked.part else PARTS)}
+    if asked.trial:
+        parts = {
+            n: found for n, part in parts.items() if (found := only(part, asked.trial)).trials(asked.quick)
+        }
     print(f"{machine['device']}, torch {machine['torch']}", file=sys.stderr)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the trial at work ends, too
     with tempfile.TemporaryDirectory() as temporary:
@@ -74,6 +82,12 @@ def part_of(number: str) -> Part:
     module, _, name = PARTS[number].partition(":")
     found: Part = getattr(importlib.import_module(f"isobatch.benchmarks.gpu.{module}"), name)
     return found
+
+
+def only(part: Part, names: Sequence[str] | None) -> Part:
+    """The part with its trials of these names alone, or all of them."""
+    chosen = lambda quick: [t for t in part.trials(quick) if not names or t.name in names]  # noqa: E731
+    return dataclasses.replace(part, trials=chosen)
 
 
 def run_all(
