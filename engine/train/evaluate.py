@@ -60,7 +60,7 @@ def evaluate(
     chosen = held_out_samples(source, fraction, task.cohort, seed)
     sums: dict[str, list[float]] = {}
     rows: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
-    noise = KeyedNoise(seed)
+    noise, onto = KeyedNoise(seed), partial(array_to_device, device=world.device)
     training, seen = model.training, 0
     model.eval()
     with torch.no_grad():
@@ -71,7 +71,6 @@ def evaluate(
             world.mark_progress(f"evaluation of {split}")
             with world.autocast():
                 noise.bind(EVALUATION_STEP, samples, world.device)
-                onto = partial(array_to_device, device=world.device)
                 context = StepContext(0, EVALUATION_PHASE, noise, host=host, to_device=onto)
                 with world.waiting_for("evaluation's forward") if equal_counts else nullcontext():
                     parts = task.evaluate(model, to_device(host, world.device), context)
