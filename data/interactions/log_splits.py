@@ -159,8 +159,7 @@ class LogSplits:
         data, method = self.recipe.data, self.method
         given = "train" in parts
         if method == "none":
-            whole = self._without_repeats(joined(parts.values()), "all") if given else parts["all"]
-            return {"train": whole}
+            return {"train": self._without_repeats(joined(parts.values()), "all") if given else parts["all"]}
         if method == "given":
             if not given:
                 raise UserError(f"--split given: {data} has no train file: name them train, valid and test")

@@ -185,7 +185,8 @@ def parted_step(runs: Runs, parted: LogDifference, level: str) -> dict[str, Any]
     Each side is redone from its own weights, and the second also from the first one's: then what still
     differs comes from its data, its code or its arithmetic alone.
     """
-    plans = [plan_to_redo(run, min(one.plan.micro_batch_samples for one in runs)) for run in runs]
+    micro_batch = min(run.plan.micro_batch_samples for run in runs)
+    plans = [plan_to_redo(run, micro_batch) for run in runs]
     if parted.step - parted.previous > 1:
         parted = _within_the_gap(runs, plans, parted)
     doing(f"redoing step {parted.step} of {parted.phase} of both")
