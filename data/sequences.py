@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from isobatch.core.errors import UserError
-from isobatch.core.terminal.status import doing
+from isobatch.core.terminal import doing
 from isobatch.data import corpora, readers, tokenizers
 from isobatch.data.base import Columns, Ragged
 from isobatch.data.corpora import DEMO, Corpus

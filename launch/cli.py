@@ -20,7 +20,7 @@ from typing import NamedTuple
 from isobatch.core.errors import BUG, DONE, INTERRUPTED, STOPPED, UserCodeError, UserError
 from isobatch.core.measures import printable
 from isobatch.core.package import load
-from isobatch.core.terminal.status import doing, start_status, stopped_status
+from isobatch.core.terminal import doing, start_status, stopped_status
 from isobatch.engine.distributed.device_memory import allocator_settings
 from isobatch.engine.distributed.stop_signals import TerminatedError, end_early_on_signals
 from isobatch.engine.runs.classify_errors import classify

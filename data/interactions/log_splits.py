@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from isobatch.core.errors import UserError
-from isobatch.core.terminal.status import doing
+from isobatch.core.terminal import doing
 from isobatch.data.interactions.log import (
     MISSING,
     InteractionLog,

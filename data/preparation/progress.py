@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from isobatch.core.measures import format_duration, now
-from isobatch.core.terminal.status import doing
+from isobatch.core.terminal import doing
 
 MEGABYTE = 1_000_000
 

@@ -20,7 +20,7 @@ import numpy as np
 from isobatch.core.atomic_files import explain_write_errors
 from isobatch.core.errors import UserError
 from isobatch.core.package import cache_folder
-from isobatch.core.terminal.status import doing
+from isobatch.core.terminal import doing
 from isobatch.data import readers
 from isobatch.data.base import WEIGHT, Column, Ragged, load, save
 from isobatch.data.streaming.groups import (

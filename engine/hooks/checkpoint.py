@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from isobatch.core.measures import now
-from isobatch.core.terminal.status import doing
+from isobatch.core.terminal import doing
 from isobatch.engine.checkpointing import checkpoint
 from isobatch.engine.checkpointing.writer import CheckpointWriter
 from isobatch.engine.optimization.left_out import until

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from isobatch.core.measures import now
-from isobatch.core.terminal.status import doing, on_terminal
+from isobatch.core.terminal import doing, on_terminal
 from isobatch.engine.train.hooks import Hook
 
 if TYPE_CHECKING:
-    from isobatch.core.terminal.console import Console
+    from isobatch.core.terminal import Console
     from isobatch.engine.train.figures import StepFigures
     from isobatch.engine.train.state import Training
 

@@ -13,7 +13,7 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import TrainingError, UserError
 from isobatch.core.facts import Facts
 from isobatch.core.package import cache_folder
-from isobatch.core.terminal.status import doing
+from isobatch.core.terminal import doing
 from isobatch.data.base import Data, fingerprint, length_quantiles
 from isobatch.data.digests import FACTS_FILE, changed_file, write_digests
 from isobatch.data.preparation.encoding import Workshop

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isobatch.core import atomic_files
-from isobatch.core.terminal.status import doing
+from isobatch.core.terminal import doing
 
 if TYPE_CHECKING:
     from isobatch.engine.machine.hardware import Hardware

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from isobatch.core.strategies import traits_of
-from isobatch.core.terminal.status import doing
+from isobatch.core.terminal import doing
 from isobatch.data.digests import PreparedFolder
 from isobatch.engine.checkpointing import portable_state
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint, open_on_all

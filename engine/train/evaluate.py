@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from isobatch.core.errors import TrainingError, UserError
-from isobatch.core.terminal.status import doing
+from isobatch.core.terminal import doing
 from isobatch.engine.loading.device_copies import array_to_device, to_device, to_tensors
 from isobatch.engine.loading.loader import micro_batch_budget
 from isobatch.engine.loading.microbatching import cut_batch

@@ -16,7 +16,7 @@ import torch
 
 from isobatch.core.errors import OutOfMemoryError
 from isobatch.core.strategies import traits_of
-from isobatch.core.terminal.status import doing
+from isobatch.core.terminal import doing
 from isobatch.engine.loading.device_copies import to_device, to_tensors
 from isobatch.engine.loading.loader import micro_batch_budget
 from isobatch.engine.planning.memory_model import mean_state_bytes

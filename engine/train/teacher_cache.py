@@ -18,7 +18,7 @@ import torch
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import TrainingError, UserError
-from isobatch.core.terminal.status import doing
+from isobatch.core.terminal import doing
 from isobatch.data.base import Source
 from isobatch.data.preparation.encoding import text_hash
 from isobatch.engine.loading.device_copies import to_device, to_tensors

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import StopRequestedError, TrainingError
-from isobatch.core.terminal.status import doing
+from isobatch.core.terminal import doing
 from isobatch.engine.checkpointing import checkpoint
 from isobatch.engine.checkpointing.digests import bytes_digest, folder_digests
 from isobatch.engine.checkpointing.weight_files import export_beside

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 from isobatch.core.errors import UserError
 from isobatch.core.measures import format_duration
 from isobatch.core.plan import REHEARSED_STEPS
-from isobatch.core.terminal.console import Console
-from isobatch.core.terminal.status import doing
+from isobatch.core.terminal import Console, doing
 from isobatch.engine.checkpointing import checkpoint
 from isobatch.engine.checkpointing.host_buffer import HostBuffer
 from isobatch.engine.checkpointing.remote_copy import RemoteCopies

@@ -12,7 +12,7 @@ from isobatch.core.flags import flags_of
 from isobatch.core.measures import printable
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import Recipe
-from isobatch.core.terminal.console import format_metrics, print_answer, print_lines
+from isobatch.core.terminal import format_metrics, print_answer, print_lines
 from isobatch.data.streaming.store import refuse_secrets
 from isobatch.engine import consent
 from isobatch.engine.optimization.left_out import ASKED, leave_out

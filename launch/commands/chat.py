@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from isobatch.core import atomic_files, number_ranges
 from isobatch.core.errors import DONE, UserError
 from isobatch.core.measures import printable
-from isobatch.core.terminal.console import print_answer
-from isobatch.core.terminal.status import doing
+from isobatch.core.terminal import doing, print_answer
 from isobatch.data.text.chat_templates import ChatSegment, ChatTemplate, template_in
 from isobatch.launch.commands.evaluate import require_capability
 from isobatch.launch.local.arguments import command_options, read_command, split_words

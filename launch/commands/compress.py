@@ -13,8 +13,7 @@ from isobatch.core.errors import DONE, STOPPED, ExportError, TrainingError, User
 from isobatch.core.extras import has, need
 from isobatch.core.flags import BareValue, build_options, flags_of
 from isobatch.core.recipe import DEMO
-from isobatch.core.terminal.console import print_answer, print_lines
-from isobatch.core.terminal.status import doing
+from isobatch.core.terminal import doing, print_answer, print_lines
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.commands.export import export_form
 from isobatch.launch.local import words as flag_words

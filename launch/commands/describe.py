@@ -11,7 +11,7 @@ from isobatch.core.errors import UserError
 from isobatch.core.flags import Flag, describe_type, flags_of, to_json_value, value_text
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import Recipe
-from isobatch.core.terminal.console import print_answer
+from isobatch.core.terminal import print_answer
 from isobatch.engine.registry import CHAINS, TASKS, workload
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.cli import ALIASES, COMMANDS, no_command

@@ -14,7 +14,7 @@ from isobatch.core.errors import UserError, first_line
 from isobatch.core.extras import need
 from isobatch.core.number_ranges import Positive
 from isobatch.core.plan import PlanOptions
-from isobatch.core.terminal.console import format_metrics, print_answer, print_lines
+from isobatch.core.terminal import format_metrics, print_answer, print_lines
 from isobatch.data.base import TEST, fingerprint
 from isobatch.data.digests import file_hash
 from isobatch.engine.registry import workload_of

@@ -17,8 +17,7 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.extras import need
 from isobatch.core.measures import format_bytes
-from isobatch.core.terminal.console import print_answer
-from isobatch.core.terminal.status import doing
+from isobatch.core.terminal import doing, print_answer
 from isobatch.data.text.chat_templates import template_in
 from isobatch.data.text.go_template import ollama_modelfile
 from isobatch.data.tokenizers import open_tokenizer

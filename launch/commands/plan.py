@@ -11,7 +11,7 @@ from typing import Any
 from isobatch.core.errors import UserError
 from isobatch.core.measures import format_bytes, format_duration, parse_duration
 from isobatch.core.number_ranges import Count, Positive
-from isobatch.core.terminal.console import print_answer, print_lines
+from isobatch.core.terminal import print_answer, print_lines
 from isobatch.engine.loading.prepare import assumed_facts
 from isobatch.engine.machine.detect import detect
 from isobatch.engine.machine.hardware import Hardware, parse_hardware

@@ -16,8 +16,7 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, FAILED, STOPPED, UserError
 from isobatch.core.measures import format_bytes, printable, wait_for
 from isobatch.core.number_ranges import Positive
-from isobatch.core.terminal.console import format_metrics, print_answer
-from isobatch.core.terminal.status import doing
+from isobatch.core.terminal import doing, format_metrics, print_answer
 from isobatch.engine import consent
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.clusters.cluster import cluster

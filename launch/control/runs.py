@@ -15,7 +15,7 @@ from isobatch.core.errors import UserError
 from isobatch.core.flags import value_text
 from isobatch.core.measures import aligned, format_duration
 from isobatch.core.recipe import Recipe
-from isobatch.core.terminal.console import print_answer, print_lines
+from isobatch.core.terminal import print_answer, print_lines
 from isobatch.engine.optimization.schedule import schedules_of
 from isobatch.engine.planning.cost_model import steps_per_epoch
 from isobatch.engine.registry import TASKS, workload_of

@@ -15,7 +15,7 @@ from typing import Any
 
 from isobatch.core.errors import DONE, FAILED, TrainingError, UserError, WorkerLostError, first_line
 from isobatch.core.measures import printable
-from isobatch.core.terminal.console import print_answer
+from isobatch.core.terminal import print_answer
 from isobatch.engine.runs.classify_errors import classify
 from isobatch.engine.runs.log_reader import damaged_rows, newest_rows
 from isobatch.engine.runs.run_folder import RunFolder, refuse_links

@@ -14,8 +14,7 @@ import numpy as np
 from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, FAILED, IsobatchError, UserError
 from isobatch.core.plan import INVARIANCES, Plan
-from isobatch.core.terminal.console import print_answer
-from isobatch.core.terminal.status import doing
+from isobatch.core.terminal import doing, print_answer
 from isobatch.data.base import MEASURES, Data
 from isobatch.engine.forensics import compare_runs
 from isobatch.engine.forensics.compare_runs import EXACT_FLOOR, LogDifference

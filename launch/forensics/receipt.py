@@ -25,8 +25,7 @@ from isobatch.core.measures import format_bytes
 from isobatch.core.number_ranges import Positive
 from isobatch.core.plan import Plan
 from isobatch.core.recipe import HOOK_CODE, Recipe
-from isobatch.core.terminal.console import print_answer
-from isobatch.core.terminal.status import doing
+from isobatch.core.terminal import doing, print_answer
 from isobatch.engine import consent
 from isobatch.engine.forensics import receipt as receipts
 from isobatch.engine.runs.run_folder import RunFolder

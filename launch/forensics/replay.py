@@ -12,8 +12,7 @@ import numpy as np
 
 from isobatch.core.errors import UserError
 from isobatch.core.number_ranges import Positive
-from isobatch.core.terminal.console import print_answer
-from isobatch.core.terminal.status import doing
+from isobatch.core.terminal import doing, print_answer
 from isobatch.engine.runs.log_reader import newest_rows
 from isobatch.engine.train.figures import is_step
 from isobatch.engine.verification.run_order import require_step

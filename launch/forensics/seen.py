@@ -10,8 +10,7 @@ import numpy as np
 
 from isobatch.core.errors import UserError
 from isobatch.core.number_ranges import Count, Positive
-from isobatch.core.terminal.console import print_answer
-from isobatch.core.terminal.status import doing
+from isobatch.core.terminal import doing, print_answer
 from isobatch.engine.optimization.left_out import left_out_steps
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.verification.run_order import RunOrder, require_step

@@ -12,11 +12,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from isobatch.core import atomic_files
+from isobatch.core import atomic_files, terminal
 from isobatch.core.package import LOOPBACK_SCRIPT, ROOT
 from isobatch.core.plan import Plan
-from isobatch.core.terminal import status
-from isobatch.core.terminal.console import LINE_MARK
+from isobatch.core.terminal import LINE_MARK
 from isobatch.engine import consent
 from isobatch.engine.distributed.stop_signals import STOP_SIGNALS, signals_to_catch
 from isobatch.launch.local.interfaces import loopback_interface
@@ -53,9 +52,9 @@ def launch_workers(
         "OMP_NUM_THREADS": str(max(1, plan.threads)),
         **consent.environment(),
         **own,
-        **({status.RELAY_VARIABLE: "1"} if status.on_terminal() else {}),
+        **({terminal.RELAY_VARIABLE: "1"} if terminal.on_terminal() else {}),
     }
-    status.doing(f"starting {plan.processes} processes")
+    terminal.doing(f"starting {plan.processes} processes")
     forwarded: set[int] = set()
 
     def forward(number: int, _: FrameType | None) -> None:
@@ -118,13 +117,13 @@ def relay_output(child: subprocess.Popen[bytes], log: Any) -> None:
     assert child.stderr is not None
     for line in child.stderr:
         if line.startswith(LINE_MARK.encode()):
-            if not status.on_terminal():  # the workers say themselves what takes long
-                status.doing()
+            if not terminal.on_terminal():  # the workers say themselves what takes long
+                terminal.doing()
             with contextlib.suppress(OSError):  # the terminal may be closed; training goes on
                 sys.stderr.write(line[len(LINE_MARK.encode()) :].decode(errors="replace"))
                 sys.stderr.flush()
-        elif line.startswith(status.STATUS_MARK.encode()):
-            status.show_status_of_child(line.decode(errors="replace"))
+        elif line.startswith(terminal.STATUS_MARK.encode()):
+            terminal.show_status_of_child(line.decode(errors="replace"))
         else:
             with contextlib.suppress(OSError):  # a full disk must not end the run because of its log
                 log.write(line)

@@ -20,7 +20,7 @@ from isobatch.core.extras import need
 from isobatch.core.flags import SWITCH_WORDS, BareValue, Flag, convert, flags_of, nearest_hint, spelling
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import Recipe
-from isobatch.core.terminal.console import print_lines
+from isobatch.core.terminal import print_lines
 from isobatch.engine.optimization.schedule import phase_schedules
 from isobatch.engine.registry import LoadedWorkload, workload
 from isobatch.engine.runs.run_folder import RunFolder

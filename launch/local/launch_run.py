@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from isobatch.core import errors
 from isobatch.core.errors import BUG, DONE, FAILED, WRONG_INPUT, TrainingError, UserError
 from isobatch.core.recipe import HOOK_CODE
-from isobatch.core.terminal.console import print_lines
+from isobatch.core.terminal import print_lines
 from isobatch.engine import consent
 from isobatch.engine.optimization.left_out import refuse_where_steps_matter
 from isobatch.engine.planning.planner import with_smaller_budget

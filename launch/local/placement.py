@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from isobatch.core.errors import UserError
-from isobatch.core.terminal.console import print_lines
+from isobatch.core.terminal import print_lines
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.local.arguments import Request, parse_request
 from isobatch.launch.local.run_setup import create_run, find_run, known_run

@@ -22,7 +22,7 @@ from isobatch.core.facts import Facts
 from isobatch.core.flags import Interval
 from isobatch.core.package import TRAIN_SCRIPT
 from isobatch.core.plan import Plan, PlanOptions
-from isobatch.core.terminal.status import doing
+from isobatch.core.terminal import doing
 from isobatch.engine.optimization.left_out import copy_asked
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import RunFolder

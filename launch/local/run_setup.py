@@ -21,8 +21,7 @@ from isobatch.core.optimizers import OPTIMIZERS
 from isobatch.core.package import CACHE, cache_folder
 from isobatch.core.plan import INVARIANCES, Plan, PlanOptions
 from isobatch.core.strategies import traits_of
-from isobatch.core.terminal.console import print_lines
-from isobatch.core.terminal.status import doing
+from isobatch.core.terminal import doing, print_lines
 from isobatch.data.digests import FACTS_FILE, changed_file
 from isobatch.engine import consent
 from isobatch.engine.loading.prepare import CHECK_SECONDS, folder_of, prepare

@@ -14,8 +14,7 @@ from isobatch.core.errors import DONE, FAILED, TrainingError
 from isobatch.core.number_ranges import Positive
 from isobatch.core.plan import INVARIANCES, Plan, StrategyChoice
 from isobatch.core.recipe import HOOK_CODE
-from isobatch.core.terminal.console import print_answer
-from isobatch.core.terminal.status import doing
+from isobatch.core.terminal import doing, print_answer
 from isobatch.engine import consent
 from isobatch.engine.machine.detect import detect
 from isobatch.engine.planning.choices import choose_invariance

@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING
 from isobatch.core.errors import BUG, DONE, FAILED, STOPPED, WRONG_INPUT, UserCodeError, UserError
 from isobatch.core.extras import has
 from isobatch.core.package import own_command
-from isobatch.core.terminal.console import LINE_MARK, Console, print_lines
-from isobatch.core.terminal.status import RELAY_VARIABLE, doing, start_status
+from isobatch.core.terminal import LINE_MARK, RELAY_VARIABLE, Console, doing, print_lines, start_status
 from isobatch.engine import consent
 from isobatch.engine.machine.detect import check_world, detect, rank_and_world_size
 from isobatch.engine.runs.classify_errors import classify

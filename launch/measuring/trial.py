@@ -31,7 +31,7 @@ from isobatch.core.flags import flags_of
 from isobatch.core.measures import now
 from isobatch.core.package import ROOT
 from isobatch.core.plan import Plan
-from isobatch.core.terminal.console import print_answer, print_lines
+from isobatch.core.terminal import print_answer, print_lines
 from isobatch.engine.distributed.communicator import Communicator
 from isobatch.engine.loading.prepare import prepare
 from isobatch.engine.machine.detect import detect, rank_and_world_size

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
-from isobatch.core.terminal.status import doing
+from isobatch.core.terminal import doing
 from isobatch.engine.loading.prepare import folder_of
 from isobatch.engine.registry import workload_of
 from isobatch.launch.local.run_setup import locate_data

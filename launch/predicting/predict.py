@@ -15,8 +15,7 @@ from isobatch.core import number_ranges
 from isobatch.core.errors import UserError
 from isobatch.core.flags import flags_of
 from isobatch.core.measures import counted, printable
-from isobatch.core.terminal.console import print_lines
-from isobatch.core.terminal.status import doing
+from isobatch.core.terminal import doing, print_lines
 from isobatch.data import tokenizers
 from isobatch.data.text.plain_text import TokenizationSettings
 from isobatch.data.tokenized import TOKENIZER_FILE

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from isobatch.core import number_ranges
 from isobatch.core.errors import UserError
 from isobatch.core.flags import nearest_hint
-from isobatch.core.terminal.console import print_answer, print_lines
-from isobatch.core.terminal.status import doing
+from isobatch.core.terminal import doing, print_answer, print_lines
 from isobatch.data import readers
 from isobatch.data.interactions.formats import ITEM_COLUMNS, USER_COLUMNS
 from isobatch.data.labelled.rows import usual_name

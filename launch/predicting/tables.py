@@ -20,7 +20,7 @@ from typing import Any, ClassVar, cast
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.measures import counted, printable
-from isobatch.core.terminal.console import print_lines
+from isobatch.core.terminal import print_lines
 from isobatch.data import chat_formats, readers
 from isobatch.data.interactions.formats import USER_COLUMNS
 from isobatch.data.labelled import rows as reading

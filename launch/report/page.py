@@ -17,8 +17,7 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.extras import need
 from isobatch.core.measures import printable
-from isobatch.core.terminal.console import print_answer
-from isobatch.core.terminal.status import doing
+from isobatch.core.terminal import doing, print_answer
 from isobatch.engine.machine.detect import detect
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.local.arguments import read_command

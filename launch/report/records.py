@@ -12,7 +12,7 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.extras import need
 from isobatch.core.measures import format_bytes, printable
-from isobatch.core.terminal.console import print_lines
+from isobatch.core.terminal import print_lines
 from isobatch.engine import consent
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.log_reader import damaged_rows, thinned_rows

@@ -14,7 +14,7 @@ from isobatch.core import number_ranges
 from isobatch.core.errors import UserError
 from isobatch.core.extras import need
 from isobatch.core.measures import printable
-from isobatch.core.terminal.status import doing
+from isobatch.core.terminal import doing
 from isobatch.launch.local.arguments import read_command
 from isobatch.launch.local.run_setup import one_run
 from isobatch.launch.predicting.predict import FormOptions, ModelOptions, find_model, open_answerer

@@ -18,7 +18,7 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, STOPPED
 from isobatch.core.flags import to_json_value
 from isobatch.core.measures import aligned
-from isobatch.core.terminal.console import print_answer, print_lines
+from isobatch.core.terminal import print_answer, print_lines
 from isobatch.engine.runs.run_folder import RunFolder, run_name
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 from isobatch.launch.local.arguments import Point, labelled

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from isobatch.core import atomic_files
-from isobatch.core.terminal.status import doing
+from isobatch.core.terminal import doing
 from isobatch.models.recommendation import ranking
 from isobatch.models.recommendation.classics import CLASSICS, Arrays, Settings, TrainingPairs, als_users
 from isobatch.models.recommendation.recommendations import (

@@ -11,12 +11,11 @@ import sys
 
 import pytest
 
-from isobatch.core.terminal import status
-from isobatch.core.terminal.console import Console
-from isobatch.core.terminal.status import Activity, format_activity
+from isobatch.core import terminal
+from isobatch.core.terminal import Activity, Console, format_activity
 
 FIGURES = ("loss 2.3141", "1:02 left", "12,345 tokens/s", "lr 1.00e-03", "542 MB", "data wait 0%")
-START = "import sys; from isobatch.core.terminal.status import doing, start_status, stopped_status\n"
+START = "import sys; from isobatch.core.terminal import doing, start_status, stopped_status\n"
 
 
 @pytest.mark.parametrize("width", [40, 79, 120, 199])
@@ -74,30 +73,30 @@ def test_on_a_terminal_the_line_leaves_nothing_behind() -> None:
 def test_a_child_process_relays_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.StringIO()
     monkeypatch.setattr(sys, "stderr", written)
-    relay = status._Relay()  # noqa: SLF001
+    relay = terminal._Relay()  # noqa: SLF001
     relay.show(Activity("train", 3, 9, ("loss 1",)))
     (line,) = written.getvalue().removesuffix("\n").split("\n")
-    assert json.loads(line.removeprefix(status.STATUS_MARK))["done"] == 3
-    status.show_status_of_child(line)
+    assert json.loads(line.removeprefix(terminal.STATUS_MARK))["done"] == 3
+    terminal.show_status_of_child(line)
     try:
-        assert status._status.activity == Activity("train", 3, 9, ("loss 1",))  # noqa: SLF001
+        assert terminal._status.activity == Activity("train", 3, 9, ("loss 1",))  # noqa: SLF001
     finally:
-        status.doing()
+        terminal.doing()
 
 
 def test_steps_are_lines_where_no_terminal_shows_them(capsys: pytest.CaptureFixture[str]) -> None:
     row = {"phase": "train", "step": 9, "loss": 1.5, "lr": 1e-3, "data_seconds": 0.0, "step_seconds": 1.0}
     Console(None).show_step({**row, "memory_bytes": 5_000_000}, 9, 0.0, writes=True)
     assert capsys.readouterr().err.startswith("train 9/9  loss 1.5000  0:00 left  ")
-    status.doing()
+    terminal.doing()
 
 
 def test_in_a_pipe_what_is_counted_is_said_every_ten_seconds(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [100.0]
-    monkeypatch.setattr(status, "now", lambda: clock[0])
-    lines = status._Lines("[isobatch] ")  # noqa: SLF001
+    monkeypatch.setattr(terminal, "now", lambda: clock[0])
+    lines = terminal._Lines("[isobatch] ")  # noqa: SLF001
     for second in range(25):
         clock[0] = 100.0 + second
         activity = Activity("tokenizing train", second, 40, ("0:20 left",))

@@ -21,7 +21,7 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import BUG, DONE, FAILED, STOPPED, WRONG_INPUT, UserError, WorkerLostError
 from isobatch.core.flags import flags_of, options_to_dict
 from isobatch.core.number_ranges import Count, Positive
-from isobatch.core.terminal.console import print_lines
+from isobatch.core.terminal import print_lines
 from isobatch.engine.distributed.stop_signals import StopFlag
 from isobatch.engine.runs.run_folder import RunFolder, Verdict
 from isobatch.launch.clusters.cluster import refuse_if_in_a_job

@@ -22,7 +22,7 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, UserError
 from isobatch.core.flags import options_to_dict
 from isobatch.core.package import ROOT, own_command
-from isobatch.core.terminal.console import print_lines
+from isobatch.core.terminal import print_lines
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.clusters.cluster import refuse_if_in_a_job, whose_job
 from isobatch.launch.clusters.slurm import client, containers

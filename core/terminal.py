@@ -1,11 +1,11 @@
-"""The status: what this command is doing now.
+"""The terminal: what this command is doing now, the lines of a run, and what a command answers.
 
     doing("measuring this machine")
     doing("train", 120, 308, ("loss 2.3141", "1:02 left"))
 
-A terminal shows it in its last line, which is rewritten in place and cleared before anything else is printed.
-A pipe or a file gets a line every ten seconds of what is counted. A child process of `auto` sends it to its
-parent.
+A terminal shows the status in its last line, which is rewritten in place and cleared before anything else is
+printed. A pipe or a file gets a line every ten seconds of what is counted. A child process of `auto` sends it
+to its parent.
 """
 
 from __future__ import annotations
@@ -15,16 +15,21 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, TextIO
 
-from isobatch.core.measures import now, printable
+from isobatch.core import atomic_files
+from isobatch.core.errors import DONE
+from isobatch.core.measures import CONTROL, format_bytes, format_duration, now, printable
 
 STATUS_MARK = "\x1eisobatch-status\x1e"
 """Marks the lines in which a child process says what it is doing."""
 RELAY_VARIABLE = "ISOBATCH_RELAY_STATUS"
 """Set for child processes whose parent shows their status on a terminal."""
+LINE_MARK = "\x1eisobatch\x1e"
+"""Marks the lines of a child process that `auto` shows to the user."""
 SAID_AFTER_SECONDS = 10.0
 _PERIOD_SECONDS = 0.2
 _BAR_CELLS = 20
@@ -171,3 +176,79 @@ def show_status_of_child(line: str) -> None:
 def on_terminal() -> bool:
     """Whether a person sees the status in one line: here, or in the parent process."""
     return isinstance(_status.display, _TerminalLine | _Relay)
+
+
+class Console:
+    """Lines on standard error and in log.txt (`log`), from the main process; a bar on a terminal.
+
+    `mark` is put before each line on standard error.
+    """
+
+    def __init__(self, log: Path | None, quiet: bool = False, mark: str = "") -> None:
+        self.quiet, self.mark = quiet, mark
+        self.stream = log.open("a", encoding="utf-8", buffering=1) if log else None
+
+    def say(self, text: str, always: bool = False) -> None:
+        """Write a line to log.txt and, unless quiet, to standard error. `always`: even if quiet."""
+        text = printable(text)
+        if self.stream:
+            self.stream.write(text + "\n")
+        if self.quiet and not always:
+            return
+        with contextlib.suppress(OSError):  # standard error may be closed; training goes on
+            print(self.mark + text.replace("\n", f"\n{self.mark}"), file=sys.stderr, flush=True)
+
+    def show_step(self, row: dict[str, Any], total: int, seconds_left: float, writes: bool) -> None:
+        """Show a step on a terminal's bar. `writes`: also as a line, in log.txt where there is a bar."""
+        figures = _figures(row, seconds_left)
+        if on_terminal():
+            doing(row["phase"], row["step"], total, figures)
+        else:  # these lines say it
+            doing()
+        if writes:
+            line = "  ".join((f"{row['phase']} {row['step']}/{total}", *figures))
+            if not on_terminal():
+                self.say(line)
+            elif self.stream:
+                self.stream.write(line + "\n")
+
+
+def _figures(row: dict[str, Any], seconds_left: float) -> tuple[str, ...]:
+    """The figures of a step, the most important one first."""
+    wait = row["data_seconds"] / max(1e-9, row["step_seconds"])
+    rate = row.get("tokens_per_second", 0.0)
+    # Samples of length 1, such as pairs of ids, have as many tokens as samples.
+    unit = "samples" if rate == row.get("samples_per_second") else "tokens"
+    return (
+        f"loss {row['loss']:.4f}",
+        f"{format_duration(seconds_left)} left",
+        f"{rate:,.0f} {unit}/s",
+        f"lr {row['lr']:.2e}",
+        *([f"MFU {row['mfu']:.1%}"] if "mfu" in row else []),
+        format_bytes(row["memory_bytes"]),
+        f"data wait {wait:.0%}",
+    )
+
+
+def format_metrics(metrics: Mapping[str, Any], form: str) -> str:
+    """Metrics as `name value` in one line; floats are formatted by `form`, such as .4f."""
+    words = [
+        f"{name} {value:{form}}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in metrics.items()
+        if isinstance(value, float | int | str)
+    ]
+    return "  ".join(words)
+
+
+def print_lines(*lines: object, quiet: bool = False) -> None:
+    """Print lines for the user on standard error, unless --quiet."""
+    for line in () if quiet else lines:
+        print(printable(line), file=sys.stderr)
+
+
+def print_answer(found: Any, text: str, as_json: bool) -> int:
+    """Print what a command found: one JSON object, or its text for a person. Returns the exit code."""
+    in_ascii = str(sys.stdout.encoding).lower() != "utf-8"  # JSON has no \xe9, as it would print é
+    told = atomic_files.json_text(found, ensure_ascii=in_ascii) if as_json else printable(text)
+    print(CONTROL.sub(lambda sign: f"\\u{ord(sign[0]):04x}", told))
+    return DONE
