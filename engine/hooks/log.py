@@ -1,20 +1,46 @@
-"""The rows of metrics.jsonl, and the decisions of a task that changes its model."""
+"""What is done with the figures of a step: they are checked, kept, drawn and sent to a tracker."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import TrainingError
 from isobatch.engine.train.hooks import Hook
 
 if TYPE_CHECKING:
+    from isobatch.engine.distributed.communicator import Communicator
     from isobatch.engine.runs.metrics_log import MetricsLog
     from isobatch.engine.train.figures import StepFigures
 
 
+class NonFinite(Hook):
+    """Raises TrainingError where the loss or the gradient is NaN or infinite: no later step could be worth
+    anything. Nothing is saved of the step.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """`folder`: the run's, for the message."""
+        self.folder = folder
+
+    def on_figures(self, figures: StepFigures) -> None:
+        phase, step = figures.row["phase"], figures.step
+        for what, value in (("loss", figures.loss), ("gradient norm", figures.norm)):
+            if not math.isfinite(value):
+                raise TrainingError(
+                    f"the {what} became {value} at step {step} of {phase}: lower --lr, lengthen --warmup, or"
+                    " find the operation with --anomaly; checkpoints are from before; `isobatch replay"
+                    f" {self.folder} --phase {phase} --step {step}` shows the samples and the first module"
+                    " with a NaN"
+                )
+
+
 class Log(Hook):
-    """Writes the row of a step, to which the hooks before it have added."""
+    """Writes the row of a step to metrics.jsonl, to which the hooks before it have added; and the decisions
+    of a task that changes its model.
+    """
 
     def __init__(self, log: MetricsLog, say: Callable[[str], None]) -> None:
         self.log, self.say = log, say
@@ -31,3 +57,44 @@ class Log(Hook):
 
     def on_left_out(self, phase: str, step: int) -> None:
         self.log.log_left_out(phase, step)
+
+
+class Plots(Hook):
+    """Calls `draw`, a task's pictures, which must not wait, every so many steps."""
+
+    def __init__(self, every: int, draw: Callable[[], None]) -> None:
+        self.every, self.draw = every, draw
+
+    def on_figures(self, figures: StepFigures) -> None:
+        if figures.step % self.every == 0:
+            self.draw()
+
+
+class Tracker(Hook):
+    """Sends every row to a tracker (TensorBoard, W&B, MLflow, Trackio), over the steps of all phases.
+
+    Training goes on where the tracker fails, and it gets nothing more.
+    """
+
+    def __init__(self, world: Communicator, name: str, say: Callable[[str], None]) -> None:
+        """`name`: none where there is no tracker."""
+        self.world, self.say = world, say
+        self.tracker = "" if name == "none" else name
+
+    def on_figures(self, figures: StepFigures) -> None:
+        self.send(figures.row, figures.steps)
+
+    def send(self, row: Mapping[str, Any], steps: int, prefix: str = "") -> None:
+        """Send the numbers of a row, those in lists too, whose place is so many steps of all phases."""
+        if not self.tracker:
+            return
+        found = {name: value for name, value in row.items() if isinstance(value, float)}
+        for name, value in row.items():  # each of a list of floats under NAME/NUMBER
+            if isinstance(value, list) and all(isinstance(one, float) for one in value):
+                found |= {f"{name}/{number}": one for number, one in enumerate(value)}
+        values = {f"{prefix}{name}": value for name, value in found.items()}
+        try:
+            self.world.accelerator.log(values, step=steps)
+        except Exception as error:  # a library's own: its server may be gone
+            self.say(f"--tracker {self.tracker} gets nothing more: {type(error).__name__}: {error}")
+            self.tracker = ""

@@ -1,8 +1,9 @@
-"""What a GPU does during a step: model FLOP utilisation, and the readings of its driver."""
+"""What the machine does during a step: its memory; of a GPU, FLOP utilisation and readings of its driver."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import torch
 
 from isobatch.engine.machine.gpu_table import find_gpu_model
 from isobatch.engine.runs.gpu_monitor import GpuMonitor
+from isobatch.engine.runs.peak_memory import PeakMemory, trim_heap
 from isobatch.engine.train.hooks import Hook
 from isobatch.models.base import CHANGES_SHAPE, ModelSize
 from isobatch.models.flops import flops_per_token
@@ -19,6 +21,31 @@ if TYPE_CHECKING:
     from isobatch.engine.loading.loader import StepWork
     from isobatch.engine.train.figures import StepFigures
     from isobatch.engine.train.state import Training
+
+OBSERVED_EVERY = 8
+"""Steps between two looks at the memory, which read and write files of the system."""
+
+
+class Memory(Hook):
+    """Adds `memory_bytes` to the row of a step: the largest peak that was seen so far of this process. Freed
+    memory goes back to the system.
+    """
+
+    def __init__(self, peak: PeakMemory) -> None:
+        self.peak = peak
+
+    @contextlib.contextmanager
+    def phase(self, state: Training) -> Iterator[None]:
+        self.peak.observe()
+        trim_heap(state.world.device)
+        yield
+        self.peak.observe()
+
+    def on_figures(self, figures: StepFigures) -> None:
+        if figures.step % OBSERVED_EVERY == 1:
+            self.peak.observe()
+            trim_heap(self.peak.device)
+        figures.row["memory_bytes"] = self.peak.bytes
 
 
 class Machine(Hook):

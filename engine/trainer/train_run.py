@@ -26,15 +26,11 @@ from isobatch.engine.hooks.console import ShowSteps
 from isobatch.engine.hooks.data_guard import DataGuard
 from isobatch.engine.hooks.ema import Ema
 from isobatch.engine.hooks.evaluate import Evaluate
-from isobatch.engine.hooks.log import Log
-from isobatch.engine.hooks.machine import Machine
-from isobatch.engine.hooks.memory import Memory
-from isobatch.engine.hooks.nonfinite import NonFinite
-from isobatch.engine.hooks.plots import Plots
+from isobatch.engine.hooks.log import Log, NonFinite, Plots, Tracker
+from isobatch.engine.hooks.machine import Machine, Memory
 from isobatch.engine.hooks.remarks import Remarks
 from isobatch.engine.hooks.spikes import Spikes
 from isobatch.engine.hooks.stop import Stop
-from isobatch.engine.hooks.tracker import Tracker
 from isobatch.engine.optimization.left_out import left_out_steps
 from isobatch.engine.planning.estimate import evaluation_seconds
 from isobatch.engine.registry import TASKS

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from isobatch.engine.hooks.tracker import Tracker
+from isobatch.engine.hooks.log import Tracker
 from isobatch.tests.integration.helpers import ROOT, succeed
 
 LINE = f"{ROOT}/tests/tasks/failing.py:Line"
