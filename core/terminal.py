@@ -13,8 +13,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -244,6 +246,19 @@ def print_lines(*lines: object, quiet: bool = False) -> None:
     """Print lines for the user on standard error, unless --quiet."""
     for line in () if quiet else lines:
         print(printable(line), file=sys.stderr)
+
+
+def fitted(text: str) -> str:
+    """A text for a person with its long lines broken: at 80 columns on a terminal, and never beyond its own
+    width; in a pipe at 100. A line in two columns goes on in the second.
+    """
+    width = min(80, shutil.get_terminal_size().columns) if sys.stdout.isatty() else 100
+    lines = []
+    for line in text.splitlines():
+        column = len(re.match(r" *(?:\S+(?: \S+)* {2,})?", line)[0])
+        indent = " " * (column if column < width // 2 else 4)
+        lines += textwrap.wrap(line, width, subsequent_indent=indent, break_on_hyphens=False) or [""]
+    return "\n".join(lines)
 
 
 def print_answer(found: Any, text: str, as_json: bool) -> int:

@@ -8,19 +8,19 @@ import io
 import itertools
 import os
 import platform
+import shlex
 import sys
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
 from isobatch.core.errors import BUG, DONE, INTERRUPTED, STOPPED, UserCodeError, UserError
 from isobatch.core.measures import printable
 from isobatch.core.package import load
-from isobatch.core.terminal import doing, start_status, stopped_status
+from isobatch.core.terminal import doing, fitted, start_status, stopped_status
 from isobatch.engine.distributed.device_memory import allocator_settings
 from isobatch.engine.distributed.stop_signals import TerminatedError, end_early_on_signals
 from isobatch.engine.runs.classify_errors import classify
@@ -34,6 +34,8 @@ class Command(NamedTuple):
     options_name: str = ""
     """Without its ending `Options`; with another module before a colon where it is not the function's."""
     help: str = ""
+    group: str = ""
+    """Under which heading the help lists it: see GROUPS."""
 
     def load(self) -> Callable[[Sequence[str]], int]:
         """Its function of the words behind its name, which returns an exit code; imports the module."""
@@ -46,24 +48,22 @@ class Command(NamedTuple):
         return load(f"launch.{module or self.module}:{name}Options")
 
 
-_ROWS = csv.reader(Path(__file__).with_name("commands.csv").read_text(encoding="utf-8").splitlines()[1:])
-_LISTED = {name: Command(*values) for name, *values in _ROWS}
+def _rows(name: str) -> list[list[str]]:
+    return list(csv.reader(Path(__file__).with_name(name).read_text(encoding="utf-8").splitlines()[1:]))
+
+
+_LISTED = {name: Command(*values) for name, *values in _rows("commands.csv")}
 COMMANDS = {name: command for name, command in _LISTED.items() if command.help}
-"""Name -> command; `--help` lists them in this order."""
+"""Name -> command; the help lists them in this order."""
 INTERNAL = {name: command for name, command in _LISTED.items() if not command.help}
-"""Commands that the sbatch script, its steps, pods and `report` start."""
-ALIASES = {
-    "train": "auto",
-    "generate": "chat",
-    "plots": "report --png",
-    "audit": "receipt check",
-    "receipt": "receipt make",
-    "tasks": "describe",
-    **{name.split()[-1]: name for name in COMMANDS if name.startswith("submit") and "local" not in name},
-    **{name: f"runs {name}" for name in ("logs", "cancel", "rm", "compare")},
-    **{name: f"vae {name}" for name in ("reconstruct", "interpolate", "sample")},
-}
+"""Commands that the sbatch script, its steps, pods, `report` and shells start."""
+GROUPS = list(dict.fromkeys(command.group for command in COMMANDS.values()))
+"""Headings of commands; those that usage.jinja does not show have a page of the help to themselves."""
+_WORDS = [(word, command, said) for command, words, said in _rows("aliases.csv") for word in words.split()]
+ALIASES = {word: command for word, command, _ in _WORDS}
 """Another word for a command -> the command."""
+MEANT = {word for word, _, said in _WORDS if said}
+"""Those of newcomers and other tools: what is understood is said."""
 LEFT = {"forget": "train anew on data without the rows; `seen` says which step saw one first"}
 """Commands that were taken out -> what to use instead."""
 BEFORE_TORCH = {
@@ -97,28 +97,59 @@ def _run(words: Sequence[str]) -> int:
     if words[0] in INTERNAL:
         return INTERNAL[words[0]].load()(words[1:])
     if words[0] in ("-h", "--help", "help"):
-        listed = "\n".join(f"  {name:<19}{found.help}" for name, found in COMMANDS.items())
-        usage = Path(__file__).with_name("usage.jinja").read_text(encoding="utf-8")
-        print(usage.replace("{{ commands }}", listed), end="")
-        return DONE
-    if words[0] in ("-V", "--version", "version"):
+        return show_help(words[1:])
+    if words[0] in ("-V", "-v", "--version", "version"):
+        from importlib.metadata import version
+
         libraries = " ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "accelerate"))
         print(f"isobatch {version('isobatch')} ({libraries}, Python {platform.python_version()})")
         return DONE
     if unread := next((word for word in words if any("\ud800" <= c <= "\udfff" for c in word)), None):
         raise UserError(f"{unread}: this locale cannot read it; set LC_ALL=C.UTF-8")
+    if any(word in ("-h", "--help") for word in words):
+        return show_help(words)
     name, rest = find_command(words)
-    if any(word in ("-h", "--help") for word in rest):
-        command = COMMANDS[name]
-        print(f"isobatch {name}: {command.help}\n\n{inspect.getdoc(command.load())}")
-        task = next((b for a, b in itertools.pairwise(rest) if a == "--task"), None)
-        return COMMANDS["describe"].load()([task or name])
+    if words[0] in MEANT:
+        print(f"{words[0]}: this is `isobatch {shlex.join([*name.split(), *rest])}`", file=sys.stderr)
     if name in ("auto", "resume"):
         end_early_on_signals()
     if "--quiet" not in words:
         start_status()
         doing(name)
     return COMMANDS[name].load()(rest)
+
+
+def show_help(topic: Sequence[str]) -> int:
+    """The first page, the page of a group of commands, or the help of a command or a task."""
+    asked = [word for word in topic if word not in ("-h", "--help")]
+    if not asked:
+        page = Path(__file__).with_name("usage.jinja").read_text(encoding="utf-8")
+        for group in GROUPS:
+            page = page.replace(f"{{{{ {group} }}}}", _listed(group))
+        print(fitted(page))
+        return DONE
+    name = " ".join(asked)
+    if (parts := _listed(name)) and name not in (*COMMANDS, *ALIASES):
+        print(fitted(f"{name}\n{parts}"))
+        return DONE
+    try:
+        name, rest = find_command(asked)
+    except UserError:
+        from isobatch.engine.registry import CHAINS, TASKS
+
+        if name not in (*TASKS, *CHAINS) and ".py" not in name:
+            raise
+        return COMMANDS["describe"].load()(asked)
+    about = f"isobatch {name}: {COMMANDS[name].help}\n\n{inspect.getdoc(COMMANDS[name].load())}"
+    print(fitted(f"{about}\n\n{parts}".strip()))
+    task = next((b for a, b in itertools.pairwise(rest) if a == "--task"), None)
+    return COMMANDS["describe"].load()([task or name, *({"--all", "--json"} & {*rest})])
+
+
+def _listed(topic: str) -> str:
+    """The commands of a group, and those that begin with a word."""
+    found = {n: c for n, c in COMMANDS.items() if c.group == topic or n.startswith(f"{topic} ")}
+    return "\n".join(f"  {name:<19}{command.help}" for name, command in found.items())
 
 
 def find_command(words: Sequence[str]) -> tuple[str, list[str]]:
@@ -133,7 +164,10 @@ def find_command(words: Sequence[str]) -> tuple[str, list[str]]:
         if (name := " ".join(found[:length])) in COMMANDS:
             return name, found[length:]
     if first in ALIASES:
-        return find_command([*ALIASES[first].split(), *rest])
+        command, *flags = ALIASES[first].split(" --")
+        typed = {word.partition("=")[0] for word in rest}  # the user's own flags come before
+        meant = [f"--{flag}".split() for flag in flags if f"--{flag.split()[0]}" not in typed]
+        return find_command([*command.split(), *itertools.chain(*meant), *rest])
     raise UserError(no_command(first))
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from isobatch.core.errors import UserError
-from isobatch.core.flags import Flag, describe_type, flags_of, to_json_value, value_text
+from isobatch.core.flags import Flag, describe_type, flags_of, spelling, to_json_value, value_text
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import Recipe
-from isobatch.core.terminal import print_answer
-from isobatch.engine.registry import CHAINS, TASKS, workload
+from isobatch.core.terminal import fitted, print_answer
+from isobatch.engine.registry import CHAINS, TASKS, LoadedWorkload, workload
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.cli import ALIASES, COMMANDS, no_command
 from isobatch.launch.local.arguments import BatchScaling, FlagFiles, read_command
@@ -26,16 +28,29 @@ class ListingOptions:
     """One JSON object on standard output."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DescribeOptions(ListingOptions):
+    """Flags of `describe`."""
+
+    all: bool = False
+    """Every flag of a task, not only those that people set."""
+
+
+USUAL = tomllib.loads(Path(__file__).with_name("usual_flags.toml").read_text(encoding="utf-8"))
+"""Task -> the names of those of its own flags that people set; `every`: of the flags that all tasks have."""
 OF_A_RECIPE = ("auto", "plan", "profile", "tune", "prepare", "submit")
 """Commands that take the flags of a task as well."""
 
 
 def describe(words: Sequence[str]) -> int:
-    """Usage: describe [TASK | COMMAND] [--json]: every flag with type, default, meaning;
-    without a name, the tasks there are.
+    """Usage: describe [TASK | COMMAND] [--all] [--json]: flags with type, default, meaning; of a task
+    those that people set, or --all. Without a name, the tasks there are.
     """
-    positional, options = read_command(words, ListingOptions, "describe")
+    # `describe --task X`, as it is typed elsewhere, is `describe X`.
+    named = [word for word in words if word != "--task"]
+    positional, options = read_command(named, DescribeOptions, "describe")
     name = " ".join(positional)
+    shown: list[str] = []
     name = ALIASES.get(name, name).removesuffix(" --png")
     if not name:
         return _print_tasks(options.json)
@@ -52,28 +67,44 @@ def describe(words: Sequence[str]) -> int:
         raise UserError(no_command(name))
     else:
         groups, notes = _task_groups(name)
+        shown = [] if options.all else usual_flags(workload(name))
     lines = []
     for title, found in groups.items():
-        lines += ["", title]
-        for row in found:
-            default = "" if row["default"] is None else f", default {row['default']}"
-            lines.append(f"  {row['flag']:<28} {row['type']}{default}\n{'':<31}{row['help']}")
-    text = "\n".join([*lines, "", *notes])
+        rows = [row for row in found if not shown or row["flag"] in shown]
+        lines += ["", title] if rows else []
+        for row in rows:
+            default = "" if row["default"] in (None, []) else f", default {value_text(row['default'])}"
+            lines += [f"  {row['flag']}  {row['type']}{default}", f"      {row['help']}"]
+    every = sum(map(len, groups.values()))
+    told = [f"{len(shown)} of {every} flags, those that people set; all: describe {name} --all"]
+    text = fitted("\n".join([*lines, "", *(told if shown else notes)]))
     return print_answer({"task": name, "flags": groups, "notes": notes}, text, options.json)
+
+
+def usual_flags(chosen: LoadedWorkload) -> list[str]:
+    """The flags of a task that people set, as they are typed; of a user's own task, its first ten."""
+    own = USUAL[chosen.name].split() if chosen.name in USUAL else [*chosen.option_flags()][:10]
+    return [spelling(name) for name in [*USUAL["every"].split(), *own]]
 
 
 Groups = dict[str, list[dict[str, Any]]]
 
 
-def _task_groups(name: str) -> tuple[Groups, list[str]]:
-    """Title -> rows of a task's flags, and its presets in words."""
-    chosen = workload(name)
-    groups = {
+def task_flags(name: str) -> dict[str, dict[str, Flag]]:
+    """Title -> the flags that `auto --task NAME` takes; without a name those that all tasks have."""
+    own = workload(name) if name else None
+    return {
         "recipe: what is learnt": flags_of(Recipe) | flags_of(BatchScaling) | flags_of(FlagFiles),
-        f"recipe of {chosen.name}": chosen.option_flags(),
+        **({f"recipe of {own.name}": own.option_flags()} if own else {}),
         "plan: how fast": flags_of(PlanOptions),
         "run: where it is kept": flags_of(RunOptions),
     }
+
+
+def _task_groups(name: str) -> tuple[Groups, list[str]]:
+    """Title -> rows of a task's flags, and its presets in words."""
+    chosen = workload(name)
+    groups = task_flags(name)
     defaults = dict(chosen.task.defaults)
     rows = {title: [_flag(f, defaults) for f in found.values()] for title, found in groups.items()}
     notes = []

@@ -31,7 +31,7 @@ from isobatch.models.capabilities import ChecksPlan, KeepsRows
 
 Groups = dict[str, dict[str, Flag]]
 """Name of a group, such as `recipe` -> its flags by name."""
-SWITCHES = ("json", "png", "trust", "now", "follow", "quiet", "again", "debug", "yes", "anyway")
+SWITCHES = ("json", "png", "trust", "now", "follow", "quiet", "again", "debug", "yes", "anyway", "all")
 """Flags that are on or off in every command that has them: what stands behind one is a word of its own."""
 
 
