@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
 import numpy as np
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import NoOptions
+from isobatch.core.terminal import doing
 from isobatch.data import digests
 from isobatch.data.preparation.encoding import Workshop
 from isobatch.data.preparation.spooled_array import chunks_of
@@ -92,6 +94,19 @@ Column = np.ndarray | Ragged
 Columns = Mapping[str, Column]
 
 
+def is_text(column: Column) -> TypeGuard[np.ndarray]:
+    """Whether it is for people, as no tensor can hold it."""
+    return isinstance(column, np.ndarray) and column.dtype.kind == "U"
+
+
+def count_rows(columns: Columns) -> int:
+    """Raises UserError where the columns have different numbers of rows."""
+    if len(sizes := {len(column) for column in columns.values()}) != 1:
+        shown = ", ".join(f"{name}: {len(column)}" for name, column in columns.items())
+        raise UserError(f"the columns of a split must have one length, not {shown}")
+    return sizes.pop()
+
+
 class Source(ABC):
     """Where samples come from. `fetch` is the whole contract; the engine decides which, when and where."""
 
@@ -136,10 +151,7 @@ class ArraySource(Source):
         """`files`: prepared files by name, of which those of the columns are checked as they are fetched."""
         self.columns = dict(columns)
         self._files = files or {}
-        if len({len(column) for column in self.columns.values()}) != 1:
-            sizes = ", ".join(f"{k}: {len(c)}" for k, c in self.columns.items())
-            raise UserError(f"the columns of a split must have one length, not {sizes}")
-        self.count = len(next(iter(self.columns.values())))
+        self.count = count_rows(columns)
         ragged = [c for c in self.columns.values() if isinstance(c, Ragged)]
         self._measured = ragged[0] if ragged else None
         """The column whose rows' lengths are the samples'."""
@@ -227,11 +239,16 @@ class Data(ABC):
         return {"data": self.recipe.data, "seed": self.recipe.seed, **_what_lies_at(self.recipe.data)}
 
     @abstractmethod
-    def read(self) -> Mapping[str, Columns]:
-        """Columns per split: `train` always, `valid` and `test` where there are such."""
+    def read(self) -> Mapping[str, Columns] | Iterable[tuple[str, Columns]]:
+        """Columns per split: `train` always, `valid` and `test` where there are such.
+
+        Or yield (split, columns), blocks of some thousand rows: each is written before the next is asked for,
+        so that all together may be larger than memory.
+        """
 
     def read_rows(self) -> Columns:
-        """All samples of --data, in order, for `predict --file`; columns that only training needs may lack.
+        """All samples of --data, in order, for `predict --file` and `serve`; columns that only training needs
+        may lack. Columns of text (numpy's str) are written beside the answers.
 
         By default refused: what `read` returns may be shuffled, divided into splits, or made here.
         """
@@ -244,7 +261,7 @@ class Data(ABC):
         """Write the samples of --data as `folder`/test, with the tokens, labels and ids that a run of `facts`
         knows; for `evaluate --test`. Returns the sizes of the split as facts have them. Raises UserError.
         """
-        save(folder / TEST, self.read_rows())
+        save(folder / TEST, {k: column for k, column in self.read_rows().items() if not is_text(column)})
         return {}
 
     def describe_rows(self, facts: Facts, batch: Mapping[str, np.ndarray]) -> list[str]:  # noqa: ARG002
@@ -258,8 +275,13 @@ class Data(ABC):
 
     def prepare(self, folder: Path) -> dict[str, Any]:
         """Write the prepared arrays into `folder`; returns what Facts should know beside counts, lengths."""
-        for split, columns in self.read().items():
-            save(folder / split, columns)
+        found, rows = self.read(), 0
+        for block in found.items() if isinstance(found, Mapping) else found:
+            if not isinstance(block, tuple) or len(block) != 2:
+                raise UserError("read() yields no block: yield (split, columns), as in yield 'train', {...}")
+            rows += count_rows(block[1])
+            doing(f"preparing the data: {rows:,} samples")
+            save(folder / block[0], block[1], behind=(folder / block[0]).exists())
         return {}
 
     def open(self, folder: Path, split: str) -> Source:
@@ -267,14 +289,21 @@ class Data(ABC):
         return ArraySource.open(folder / split)
 
 
-def save(folder: Path, columns: Columns) -> None:
-    """Write columns as .npy files with an index of their sizes."""
+def save(folder: Path, columns: Columns, behind: bool = False) -> None:
+    """Write columns as .npy files with an index of their sizes.
+
+    `behind`: as further rows of those that are there. Raises UserError where these have other columns.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    index: dict[str, Any] = {}
+    before, index = load(folder) if behind else {}, dict[str, Any]()
+    if before and (now := _row_types(columns)) != (was := _row_types(before)):
+        raise UserError(f"{folder.name}: its blocks must have the same columns, not {now} behind {was}")
     for name, column in columns.items():
         arrays: dict[str, Any] = {f"{name}.npy": column}
         if isinstance(column, Ragged):
             arrays = {f"{name}-values.npy": column.values, f"{name}-offsets.npy": column.offsets}
+            if isinstance(known := before.get(name), Ragged):
+                arrays[f"{name}-offsets.npy"] = column.offsets[1:] + len(known.values)
             if column.values.ndim != 1:
                 raise UserError(
                     f"column {name}: the rows of a Ragged are lists of numbers, not arrays (its values have"
@@ -283,19 +312,31 @@ def save(folder: Path, columns: Columns) -> None:
         for file, array in arrays.items():
             if array.dtype.kind not in NUMBERS:
                 raise UserError(f"column {name} holds {array.dtype}: encode it as numbers")
-            save_array(folder / file, array)
+            save_array(folder / file, array, behind)
         files = {file: (folder / file).stat().st_size for file in arrays}
         index[name] = {"files": files, "pad": column.pad if isinstance(column, Ragged) else None}
     (folder / "index.json").write_text(json.dumps(index))
 
 
-def save_array(file: Path, array: np.ndarray) -> None:
-    """Write what np.save writes; of a mapped array only a part is resident at a time."""
-    with file.open("wb") as stream:
+def _row_types(columns: Columns) -> str:
+    values = {k: (c.values, "Ragged ") if isinstance(c, Ragged) else (c, "") for k, c in columns.items()}
+    return ", ".join(f"{k} {kind}{one.dtype} {one.shape[1:]}" for k, (one, kind) in sorted(values.items()))
+
+
+def save_array(file: Path, array: np.ndarray, behind: bool = False) -> None:
+    """Write what np.save writes; of a mapped array only a part is resident at a time.
+
+    `behind`: as further rows of the array that is there.
+    """
+    rows = len(_open_array(file, file.stat().st_size)) if behind else 0
+    with file.open("r+b" if behind else "wb") as stream:
         header = np.lib.format.header_data_from_array_1_0(np.empty((0, *array.shape[1:]), array.dtype))
-        np.lib.format.write_array_header_1_0(stream, {**header, "shape": array.shape})
-        for rows in chunks_of(array):
-            stream.write(np.ascontiguousarray(rows).tobytes())
+        # numpy leaves room in the header for any number of rows.
+        header["shape"] = (rows + len(array), *array.shape[1:])
+        np.lib.format.write_array_header_1_0(stream, header)
+        stream.seek(0, os.SEEK_END)
+        for part in chunks_of(array):
+            stream.write(np.ascontiguousarray(part).tobytes())
 
 
 def load(folder: Path) -> dict[str, Column]:

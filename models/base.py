@@ -169,7 +169,8 @@ class Phase:
 
 
 CHANGES_SHAPE = "it changes the model's shape"
-"""A reason for ModelSize.why_unshardable."""
+TRAINS_A_PART = "a step trains a part of the parameters"
+"""Reasons for ModelSize.why_unshardable."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -343,6 +344,7 @@ class Task(ABC):
         return ModelSize(
             parameters=sum(p.numel() for p in parameters),
             trainable=sum(p.numel() for p in parameters if p.requires_grad),
+            why_unshardable=TRAINS_A_PART if hasattr(self, "turn_of") else "",
         )
 
     def export(self, model: nn.Module, folder: Path, facts: Facts) -> None:

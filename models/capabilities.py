@@ -79,6 +79,17 @@ class MakesOptimizer(Protocol):
 
 
 @runtime_checkable
+class TakesTurns(Protocol):
+    """Each step trains a part of its parameters: a generator and a critic by turns. Single process or DDP."""
+
+    def turn_of(self, number: int) -> str | tuple[str, ...]:
+        """What the names of those parameters begin with that step `number` of a phase, from 0, trains.
+
+        All others stay as they are, momentum and weight decay too: in this step they get no gradient.
+        """
+
+
+@runtime_checkable
 class ScalesRates(Protocol):
     """Some of its parameters learn faster than the others."""
 

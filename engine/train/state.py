@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,8 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from isobatch.core.errors import TrainingError, UserError
 from isobatch.core.facts import Facts
 from isobatch.core.plan import Plan
+from isobatch.core.strategies import traits_of
 from isobatch.data.base import Source
 from isobatch.engine.checkpointing.portable_state import cut_moments
 from isobatch.engine.distributed.communicator import Communicator
@@ -29,8 +32,8 @@ from isobatch.engine.optimization.parameter_groups import make_optimizer
 from isobatch.engine.optimization.schedule import PhaseSchedule, learning_rate
 from isobatch.engine.runs.summary import Progress
 from isobatch.engine.strategies.base import Strategy, strategy_class
-from isobatch.models.base import CachedWeightTransform, Change, StepContext, Task
-from isobatch.models.capabilities import ChangesModel, SparseTables
+from isobatch.models.base import TRAINS_A_PART, CachedWeightTransform, Change, StepContext, Task
+from isobatch.models.capabilities import ChangesModel, SparseTables, TakesTurns
 
 if TYPE_CHECKING:
     from isobatch.core.recipe import Recipe
@@ -189,15 +192,38 @@ class Training:
             self._rebuild_optimizer(change)
         return change
 
+    @contextlib.contextmanager
+    def turn(self, step: int) -> Iterator[None]:
+        """Inside, only those parameters get gradients that a step trains."""
+        resting = []
+        if isinstance(self.task, TakesTurns):
+            begins = self.task.turn_of(step)
+            trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+            resting = [p for name, p in trained if not name.startswith(begins)]
+            if len(resting) == len(trained):
+                raise TrainingError(f"turn_of({step}): no parameter's name begins with {begins!r}")
+        for p in resting:
+            p.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for p in resting:
+                p.requires_grad_(True)
+
     def make_strategy(self) -> None:
         """Wrap or shard the model for the phase, and make its optimizer."""
-        task = self.task
+        task, plan = self.task, self.plan
+        if isinstance(task, TakesTurns):
+            if traits_of(plan.strategy).shards or isinstance(task, SparseTables):
+                raise UserError(f"{TRAINS_A_PART} (turn_of): use --strategy ddp, without sparse tables")
+            # DDP waits for the gradient of every parameter.
+            plan = dataclasses.replace(plan, reduction="explicit")
         sparse = list(task.sparse_parameters(self.model)) if isinstance(task, SparseTables) else []
-        compile_model(self.model, self.plan)
-        self.strategy = strategy_class(self.plan.strategy)(
+        compile_model(self.model, plan)
+        self.strategy = strategy_class(plan.strategy)(
             self.model,
-            lambda model: make_optimizer(task, model, self.plan.device, sparse),
-            self.plan,
+            lambda model: make_optimizer(task, model, plan.device, sparse),
+            plan,
             self.world,
             self.recipe.clip,
             sparse,

@@ -62,10 +62,10 @@ def _columns(table: np.ndarray) -> Columns:
 def _read_csv(file: Path, header: list[str] = HEADER) -> np.ndarray:
     """(n, len(header)) float32."""
     with file.open(newline="", encoding="utf-8") as stream:
-        first, *rows = csv.reader(stream)
-    if first[: len(header)] != header:
-        raise UserError(f"{file}: its first line must be {','.join(header)}")
-    return np.array([row[: len(header)] for row in rows], dtype=np.float32).reshape(-1, len(header))
+        rows = csv.DictReader(stream)
+        if missing := [name for name in header if name not in (rows.fieldnames or [])]:
+            raise UserError(f"{file}: has no column {missing[0]}")
+        return np.array([[row[name] for name in header] for row in rows], np.float32).reshape(-1, len(header))
 
 
 def _half_circles(count: int) -> np.ndarray:

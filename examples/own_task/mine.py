@@ -6,6 +6,7 @@ In this folder:
     isobatch auto --task ./mine.py:Mine --data points.csv --width 64 --holdout 0.25
     isobatch describe ./mine.py:Mine
     isobatch predict RUN --file new.csv --out predictions.csv
+    isobatch serve RUN  # curl --json '{"rows": [{"x": 0, "y": 1}]}' localhost:8000/predict
 """
 
 from __future__ import annotations

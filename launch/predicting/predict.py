@@ -69,7 +69,8 @@ class PredictOptions(ModelOptions):
     """Flags of `predict`."""
 
     file: str | None = None
-    """Rows to answer: csv, tsv, jsonl, json, Parquet, or txt with a text a line."""
+    """Rows to answer: csv, tsv, jsonl, json, Parquet, or txt with a text a line; of a task of your own
+    whatever its read_rows reads."""
     out: str | None = None
     """Write the rows with their answers here: csv, jsonl or Parquet, by its ending."""
     split: str | None = None
@@ -97,7 +98,7 @@ def predict(words: Sequence[str]) -> int:
     options = command_options(flags, PredictOptions, "predict")
     if bool(texts) + (options.file is not None) + (options.split is not None) != 1:
         raise UserError("predict: give texts in quotes, or ids of users, or --file rows.csv, and not both")
-    if options.file is not None:  # before a model is loaded
+    if options.file is not None and not Path(options.file).expanduser().exists():
         tables.check_file(options.file)
     out = None if options.out is None else tables.check_out(options.out, options.file)
     answered = _answers(find_model(where, options.trust), texts, options)
@@ -114,6 +115,8 @@ def _answers(found: Found, texts: Sequence[str], options: PredictOptions) -> Ite
         from isobatch.launch.predicting.own_task import predict_own_rows
 
         return predict_own_rows(found, options.file, options.split)
+    if options.file is not None:  # before a model is loaded
+        tables.check_file(options.file)
     if options.split is not None:
         raise UserError("--split: is for tasks of your own with a method predict(model, batch): give --file")
     answerer = open_answerer(found, options)
@@ -239,7 +242,11 @@ def open_answerer(found: Found, options: ModelOptions) -> Answerer:
         reader = tables.AnswerReader(template=template, settings=settings)
         return Answerer(task.open_scorer(run.final, run.facts), reader)
     if not isinstance(task, protocols.Predicts):
-        raise UserError(f"{run.folder}: {run.recipe.task} reads files and no texts: use `predict --file`")
+        from isobatch.launch.predicting.own_task import OwnModel, refuse_without_read_rows
+
+        _refuse_unread(options, what)
+        refuse_without_read_rows(run)
+        return Answerer(OwnModel(run), tables.WholeRows())
     if isinstance(task, protocols.EncodesLatents):
         _refuse_unread(options, what, "text_column")
         sequences = tables.SequenceReader(text or asked.get("sequence_column"))

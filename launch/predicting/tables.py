@@ -89,7 +89,7 @@ def beside(row: Mapping[str, Any], answer: Mapping[str, Any]) -> dict[str, Any]:
     return {(f"input.{k}" if k in answer else k): v for k, v in row.items()} | dict(answer)
 
 
-def _open_writer(path: Path, ending: str, first: Any, opened: contextlib.ExitStack) -> Callable[[Rows], Any]:
+def open_writer(path: Path, ending: str, first: Any, opened: contextlib.ExitStack) -> Callable[[Rows], Any]:
     """A function that writes rows behind each other, in columns as the `first` ones have them.
 
     They may be tables of pyarrow.
@@ -106,7 +106,7 @@ def _open_writer(path: Path, ending: str, first: Any, opened: contextlib.ExitSta
         table = opened.enter_context(parquet.ParquetWriter(os.fspath(path), schema))
         return lambda rows: table.write_table(table_of(rows, schema))
     if hasattr(first, "to_pylist"):
-        write = _open_writer(path, ending, first.to_pylist(), opened)
+        write = open_writer(path, ending, first.to_pylist(), opened)
         return lambda rows: write(cast("Any", rows).to_pylist())
     stream = opened.enter_context(path.open("w", encoding="utf-8", newline=""))
     if ending == ".jsonl":
@@ -143,7 +143,7 @@ def write_rows(path: Path, chunks: Iterable[Rows], as_json: bool = False) -> int
             with contextlib.ExitStack() as opened:
                 for rows in filter(len, chunks):
                     try:
-                        write = write or _open_writer(temporary, path.suffix.lower(), rows, opened)
+                        write = write or open_writer(temporary, path.suffix.lower(), rows, opened)
                         write(rows)
                     except (ValueError, TypeError) as error:  # pyarrow's and csv's are such
                         why = str(error).partition("\n")[0]
@@ -230,6 +230,18 @@ class WordReader(RowReader):
         if not value:
             raise UnansweredRowError(f"{where}: is an empty list: leave it out", NO_TEXT)
         return [require_text(word, where) for word in value]
+
+
+class WholeRows(RowReader):
+    """Rows as they are, for a task of your own."""
+
+    def from_row(self, row: Mapping[str, Any], where: str) -> Any:
+        return self.from_text(row, where)
+
+    def from_text(self, value: Any, where: str) -> Any:
+        if not isinstance(value, Mapping):
+            raise UserError(f'{where}: a task of your own reads rows: give {{"rows": [{{...}}]}}')
+        return value
 
 
 class SequenceReader(RowReader):

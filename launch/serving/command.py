@@ -43,8 +43,8 @@ def serve(words: Sequence[str]) -> int:
     [--only FILE|ID,ID] [--without FILE|ID,ID] [--load-bits 8]
 
     A language model answers as OpenAI's API (/v1/completions, /v1/chat/completions), another model
-    POST /predict with {"texts": [...]}. RUN may be an ONNX file of a classifier, or the folder of one: then
-    no torch is needed. Ctrl-C ends it.
+    POST /predict with {"texts": [...]}, a task of your own with {"rows": [{...}]}. RUN may be an ONNX file of
+    a classifier, or the folder of one: then no torch is needed. Ctrl-C ends it.
     """
     positional, options = read_command(words, ServeOptions, "serve")
     where = one_run(positional, "serve")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import csv
+import itertools
 import json
 import runpy
 import shlex
@@ -14,13 +16,25 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from starlette.testclient import TestClient
 
 import isobatch
 from isobatch.core.optimizers import OPTIMIZERS
 from isobatch.core.strategies import STRATEGIES
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint, list_checkpoints
 from isobatch.engine.checkpointing.portable_state import saved_moments
-from isobatch.tests.integration.helpers import ROOT, launch, rows, succeed, summary
+from isobatch.launch.serving.command import ServeOptions, make_app
+from isobatch.tests.integration.helpers import (
+    ROOT,
+    figure,
+    launch,
+    resumed_from,
+    rows,
+    succeed,
+    summary,
+    warm_python,
+)
 from isobatch.tests.integration.test_bad_input import complaint
 from isobatch.tests.paths import REGISTER
 
@@ -92,6 +106,104 @@ def test_the_own_task_reads_the_users_file_and_has_flags(own_task: Path) -> None
     assert launch(*MINE, "--holdout", "2", cwd=own_task).stderr == (
         "isobatch: --holdout 2: must be above 0 and below 1\n"
     )
+
+
+def test_the_own_task_is_served_by_its_read_rows(own_task: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(own_task)
+    run = isobatch.train(isobatch.Recipe(task="./mine.py:Mine"), name="one", quiet=True)
+    client = TestClient(make_app("runs/one", ServeOptions()), raise_server_exceptions=False)
+
+    def ask(*rows: Any, status: int = 200) -> Any:
+        answer = client.post("/predict", json={"rows": rows})
+        assert answer.status_code == status
+        return answer.json()["predictions" if status == 200 else "error"]
+
+    points = [{"x": 0.0, "y": 1.0}, {"y": -0.4, "x": 1}]
+    found = ask(*points)
+    assert [one["class"] for one in found] == [0, 1]
+    assert ask(points[1]) == [pytest.approx(found[1])]
+    assert run.predictor()(points) == found
+    for wrong, said in [
+        ([{"x": 1.0}], "the task's read_rows cannot read these rows: rows: has no column y"),
+        ([{"x": "a", "y": 1}], "ValueError: could not convert string to float"),
+        ([points[0], {"x": 1}], "rows: must all have the same fields"),
+    ]:
+        assert said in ask(*wrong, status=400)["message"]
+    texts = client.post("/predict", json={"texts": ["a"]}).json()["error"]["message"]
+    assert texts == 'texts[0]: a task of your own reads rows: give {"rows": [{...}]}'
+    without = isobatch.train(isobatch.Recipe(task=f"{FAILING}:Answers", steps=1), name="without", quiet=True)
+    with pytest.raises(isobatch.UserError, match=r"its Points has no method read_rows, .*: add it and train"):
+        make_app(str(without.folder), ServeOptions())
+
+
+def draw_images(folder: Path, count: int) -> None:
+    """Noise that is redder in `one`, and greener in `two`, of several sizes and kinds."""
+    from PIL import Image
+
+    generator = np.random.default_rng(0)
+    for channel, (name, ending) in enumerate({"one": "png", "two": "jpg"}.items()):
+        (folder / name).mkdir(parents=True)
+        for number in range(count):
+            values = generator.integers(0, 60, (20 + number % 3, 24, 3))
+            values[..., channel] += 150
+            Image.fromarray(values.astype(np.uint8)).save(folder / name / f"{number}.{ending}")
+
+
+def test_images_are_learnt_from_a_folder_per_class(examples: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = examples / "images"
+    monkeypatch.chdir(folder)
+    draw_images(folder / "pets", 40)
+    draw_images(folder / "new", 2)
+    values = {"task": "./images.py:Images", "data": "pets", "size": 16, "epochs": 3}
+    run = isobatch.train(isobatch.Recipe(**values), name="pets", save_every=2, keep=99, quiet=True)
+    assert 5 < run.facts.samples["valid"] < 30
+    assert run.metrics["accuracy"] == 1
+    again = resumed_from(run.folder, 4)
+    final = [one / "final" / "model.safetensors" for one in (run.folder, again)]
+    assert final[0].read_bytes() == final[1].read_bytes()
+    assert isobatch.verify(run, micro_batch=7)  # crops and mirrored images are the same in another cut
+    succeed("predict", "runs/pets", "--file", "new", "--out", "new.csv", cwd=folder)
+    with (folder / "new.csv").open(newline="") as stream:
+        assert all(Path(row["file"]).parent.name == row["label"] for row in csv.DictReader(stream))
+    sent = base64.b64encode((folder / "new" / "two" / "0.jpg").read_bytes()).decode()
+    assert [one["label"] for one in run.predictor()([{"image": sent}])] == ["two"]
+    (folder / "new" / "one" / "2.png").write_bytes(b"none")
+    said = complaint(launch("predict", "runs/pets", "--file", "new", cwd=folder))
+    assert said == "isobatch: new/one/2.png: is no image that can be read"
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_two_networks_learn_by_turns(processes: int, examples: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(examples)
+    monkeypatch.setattr(sys, "executable", warm_python())
+    recipe = isobatch.Recipe(task="./adversarial.py:Adversarial", steps=12)
+    run = isobatch.train(recipe, name="turns", processes=processes, save_every=1, keep=99, quiet=True)
+    saved = [SavedCheckpoint(one) for one in list_checkpoints(run.folder / "checkpoints", ["train"])]
+    assert len(saved) == 12
+    for step, (before, after) in enumerate(itertools.pairwise(saved), 1):
+        moved = {
+            name.split("/")[-1].split(".")[0]
+            for name in before.entries
+            if not torch.equal(before.read(name), after.read(name))
+        }
+        assert moved == {"critic" if step % 2 == 0 else "generator"}, step
+    again = resumed_from(run.folder, 7)
+    exact = 0 if processes == 1 else 1e-6  # it goes on with one process
+    assert figure(again) == pytest.approx(figure(run.folder), rel=0, abs=exact)
+    assert isobatch.verify(run, processes=3 - processes)
+    assert all({"critic", "generator"} <= row.keys() for row in run.history if "lr" in row)
+
+
+def test_what_turns_exclude_is_refused(examples: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(examples)
+    recipe = isobatch.Recipe(task="./adversarial.py:Adversarial")
+    assert isobatch.plan(recipe, hardware="8xh100", processes=8).strategy == "ddp"
+    with pytest.raises(isobatch.UserError, match="a step trains a part of the parameters, so each process"):
+        isobatch.plan(recipe, hardware="8xh100", processes=8, strategy="fsdp2")
+    file = examples / "adversarial.py"
+    file.write_text(file.read_text().replace('else "critic."', 'else "critics."'))
+    with pytest.raises(isobatch.TrainingError, match=r"turn_of\(0\): no parameter's name begins with"):
+        isobatch.train(isobatch.Recipe(task="./adversarial.py:Adversarial"), quiet=True)
 
 
 def test_the_notebook_runs_from_top_to_bottom(

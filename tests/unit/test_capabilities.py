@@ -42,4 +42,8 @@ def test_each_protocol_is_some_tasks() -> None:
     """One that nobody has is no seam but a wish."""
     tasks = [workload(name).task for name in TASKS]
     idle = {one for one, names in PROTOCOLS.items() if not any(hasattr(t, n) for t in tasks for n in names)}
-    assert {one.__name__ for one in idle} == {"PredictsBatches", "MakesOptimizer"}  # for tasks of users
+    assert {one.__name__ for one in idle} == {
+        "PredictsBatches",
+        "MakesOptimizer",
+        "TakesTurns",
+    }  # for tasks of users
