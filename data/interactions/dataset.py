@@ -222,7 +222,9 @@ class Interactions(TokenizedData):
         save(folder / TEST, columns)
         same = int(are_in(keys, np.load(Path(facts.folder) / CATALOGUE / "seen.npy")).sum())
         said = f"{same:,} of its {len(keys):,} interactions were trained on, so the figures flatter the run"
-        return {"notes": [said]} if same else {}
+        left = f"{int((~known).sum()):,} of its {len(known):,} rows are left out: their user or item is new"
+        notes = [said] * bool(same) + [left] * (not known.all())
+        return {"notes": notes} if notes else {}
 
     def describe_rows(self, facts: Facts, batch: Mapping[str, np.ndarray]) -> list[str]:
         names = self._names(facts)

@@ -13,12 +13,13 @@ from isobatch.core.errors import UserError
 from isobatch.core.flags import nearest_hint
 from isobatch.core.terminal import doing, print_answer, print_lines
 from isobatch.data import readers
-from isobatch.data.interactions.formats import ITEM_COLUMNS, USER_COLUMNS
+from isobatch.data.interactions.formats import COLUMNS, ITEM_COLUMNS
 from isobatch.data.labelled.rows import usual_name
 from isobatch.launch.commands.evaluate import require_capability
 from isobatch.launch.local.run_setup import AnswerOptions, TrustOptions, open_single_run
 from isobatch.launch.predicting import tables
 from isobatch.models.protocols import OpensItemLists
+from isobatch.models.recommendation.recommendations import POPULARITY, RECENT
 
 if TYPE_CHECKING:
     from isobatch.models.recommendation.recommendations import Recommendations
@@ -31,6 +32,7 @@ LISTS_AT_A_TIME = 1000
 ROWS_AT_A_TIME = 1 << 20
 QUANTITY = "quantity"
 MOST_NAMED = 5
+COLUMNS_OF_A_ROW = tuple(COLUMNS[name] for name in ("user", "item", "time"))
 GUEST_COLUMNS = "a user and an item are needed: name them user_id and item_id, or as the run's data does"
 NOTHING_LEFT = "what users had is left out unless --with-seen, and --only and --without restrict the rest"
 EMPTY_LIST = f"recommend: nothing is left to offer: {NOTHING_LEFT}"
@@ -95,7 +97,7 @@ def recommend(words: Sequence[str]) -> int:
     if options.out is not None:  # before the lists are read
         tables.check_out(options.out, None)
     lists = task.open_lists(run.final, options.by)
-    columns = [run.recipe.options.get(f"{name}_column") for name in ("user", "item")]
+    columns = [run.recipe.options.get(f"{name}_column") for name in ("user", "item", "time")]
     remarks = restrict(lists, options, columns[1])
     if not options.json:  # which has it inside
         remarks.append(f"ranked by {lists.by}")
@@ -103,11 +105,14 @@ def recommend(words: Sequence[str]) -> int:
 
 
 def answer(
-    lists: Recommendations, options: RecommendOptions, remarks: list[str], columns: Columns = (None, None)
+    lists: Recommendations,
+    options: RecommendOptions,
+    remarks: list[str],
+    columns: Columns = (None, None, None),
 ) -> int:
     """Write or print the lists that are asked for; `remarks` are said with them, and not before an error.
 
-    `columns` of users and items that files have, in place of the usual ones.
+    `columns` of users, items and times that files have, in place of the usual ones.
     """
     answers = _lists(lists, options, remarks, columns)
     if options.out is not None:
@@ -151,8 +156,11 @@ def _lists(
         return iter([({"taken": taken}, lists.for_items(taken, top))])
     if options.guests is not None:
         guests = _read_guests(lists, options.guests, columns, remarks).items()
-        asked = [(u, g) for u, g in guests if g or options.out is None]  # a file has no row for an empty list
-        return (({"user": u}, lists.for_items([*g], top, [*g.values()]) if g else []) for u, g in asked)
+        popular = lists.by in (POPULARITY, RECENT)  # which need to know nothing of a user
+        asked = [(u, g) for u, g in guests if g or popular or options.out is None]  # a file has no empty list
+        return (
+            ({"user": u}, lists.for_items([*g], top, [*g.values()]) if g or popular else []) for u, g in asked
+        )
     if options.user is not None:
         return (({"user": u}, lists.recommend(u, top)) for u in lists.split_users(options.user))
     return None
@@ -161,14 +169,24 @@ def _lists(
 def _read_guests(
     lists: Recommendations, file: str, columns: Columns, remarks: list[str]
 ) -> dict[str, dict[str, float]]:
-    """User -> the known items of theirs -> quantity. A list without a user goes by the number of its row."""
+    """User -> the known items of theirs in time -> quantity. A list without a user goes by its row's number.
+
+    Rows without times are in time already.
+    """
     guests: dict[str, dict[str, float]] = {}
     unknown: list[str] = []
-    for number, (where, row) in enumerate(tables.read_table(file, "--guests", columns), 1):
-        user, item = (
-            column if column in row else usual_name(usual, [*row])
-            for column, usual in zip(columns, (USER_COLUMNS, ITEM_COLUMNS), strict=True)
-        )
+    rows = [*enumerate(tables.read_table(file, "--guests", columns), 1)]
+    user, item, time = (
+        column if column in rows[0][1][1] else usual_name(usual, [*rows[0][1][1]])
+        for column, usual in zip(columns, COLUMNS_OF_A_ROW, strict=True)
+    )
+    if time is not None:
+        cells = [_number(row.get(time)) for _, (_, row) in rows]
+        is_text = any(isinstance(cell, str) for cell in cells)  # dates, which sort as they are written
+        rows = [
+            rows[n] for n in sorted(range(len(rows)), key=lambda n: str(cells[n]) if is_text else cells[n])
+        ]
+    for number, (where, row) in rows:
         if (given := row.get(tables.ITEMS_COLUMN)) is None:
             for column, usual in ((user, "user_id"), (item, "item_id")):
                 readers.require_name(column or usual, [*row], where, otherwise=GUEST_COLUMNS)
@@ -179,12 +197,14 @@ def _read_guests(
         taken = guests.setdefault(str(row[user] if user else number), {})
         for name in lists.split_items(given) if isinstance(given, str) else map(str, given):
             if lists.knows_item(name):  # without a quantity an item counts once
-                taken[name] = taken.get(name, 0.0) * (QUANTITY in row) + amount
+                taken[name] = taken.pop(name, 0.0) * (QUANTITY in row) + amount  # its last place counts
             else:
                 unknown.append(name)
     said = _unknown("--guests", unknown)
-    if empty := sum(not taken for taken in guests.values()):
-        said.append(f"--guests: {empty:,} of {len(guests):,} users have no known item, and get no list")
+    empty = sum(not taken for taken in guests.values()) if lists.by not in (POPULARITY, RECENT) else 0
+    if empty:
+        what = f"--guests: {empty:,} of {len(guests):,} users have no known item, and get no list"
+        said.append(f"{what}: --by popularity has one for them")
     if empty == len(guests):
         raise UserError("; ".join(said))
     remarks += said
@@ -196,6 +216,11 @@ def _number(cell: Any) -> Any:
     with contextlib.suppress(TypeError, ValueError):
         return float("nan" if cell in (None, "") else cell)
     return cell
+
+
+def _in_time(cell: Any) -> tuple[bool, Any]:
+    """By which times sort: numbers, and dates, which sort as they are written."""
+    return isinstance(time := _number(cell), str), time
 
 
 def _rows(answers: Iterator[Answer]) -> Iterator[tuple[list[dict[str, Any]], int, int]]:

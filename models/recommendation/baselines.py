@@ -50,8 +50,8 @@ class Fitted(NamedTuple):
     full_ndcg: float
     settings: Settings
     arrays: Arrays
-    number: int = 0
-    """The place of its settings among those that are tried."""
+    number: int | None = None
+    """The place of its settings among those that are tried, where they were chosen."""
 
 
 @torch.no_grad()
@@ -129,7 +129,7 @@ def _fitted(net: Any, validation: Batches | None, k: int, earlier: Path | None) 
         for number, (settings, arrays) in enumerate(classic.fit(data, which), first):
             ndcg = _ndcg(net, _scorers(net, {name: arrays})[name], validation, k) if validation else 0.0
             if name not in found or ndcg > found[name].full_ndcg:
-                found[name] = Fitted(ndcg, settings, arrays, number)
+                found[name] = Fitted(ndcg, settings, arrays, number if validation or name in chosen else None)
     return found
 
 
@@ -171,6 +171,7 @@ def _write(final: Path, net: Any, fitted: Mapping[str, Fitted], best: str) -> No
         x = input_matrix(net, torch.arange(len(net.user_text)), net.starts.diff())
         arrays[f"{ALS}.users"] = als_users(kept[ALS], x)
     numbers = {name: fitted[name].number for name in (KNN, EASE, ALS)}  # windows of time are the data's own
+    numbers = {name: number for name, number in numbers.items() if number is not None}
     save_file(arrays, final / BASELINES_FILE, {"best": best, "settings": json.dumps(numbers)})
     atomic_files.share_as_umask_allows(final)
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from safetensors import safe_open
 
 from isobatch.core.errors import UserError
+from isobatch.models.recommendation.recommendations import VECTORS_FILE
 
 CATALOGUE_FOLDER, NAMES_FILE = "catalogue", "names.json"
 
@@ -56,28 +58,55 @@ def kept_rows(
     final: Path, folder: str | Path, sides: Iterable[str], reads_texts: bool
 ) -> tuple[dict[str, np.ndarray], str]:
     """(table -> the row of an earlier run for each user or item of the data, by the name that both have; how
-    many these are, a line). `sides`: those with vectors of their own, of `user` and `item`.
+    many these are, and how many of the held-out interactions that run was trained on, a line). `sides`: those
+    with vectors of their own, of `user` and `item`.
 
     New ones begin with the mean (-1), or with zeros (-2) where training has nothing of them, or where their
-    texts speak for them. Raises UserError where `final` has no names, or where none is known and
+    texts speak for them. Raises UserError where `final` has no names, or where of a side none is known and
     no texts are read.
     """
     if not (final / NAMES_FILE).is_file():
         raise UserError(f"--from {final.parent}: has no {NAMES_FILE} of its users and items: put final/ back")
     before, now = json.loads((final / NAMES_FILE).read_text()), read_names(folder)
-    seen, items = Catalogue.read(folder).seen, len(now["items"])
-    found, said, known, trained = {}, [], 0, {"user": seen // items, "item": seen % items}
+    known, items = Catalogue.read(folder), len(now["items"])
+    found, said, fits = dict[str, np.ndarray](), list[str](), True
+    trained = {"user": known.seen // items, "item": known.seen % items}
     for what in sides:
         numbers = {name: number for number, name in enumerate(before[f"{what}s"])}
         rows = np.array([numbers.get(name, -1) for name in now[f"{what}s"]])
         kept = int((rows >= 0).sum())
-        new, gone, known = len(rows) - kept, len(numbers) - kept, known + kept
+        new, gone, fits = len(rows) - kept, len(numbers) - kept, fits and kept > 0
         said.append(f"{kept:,} {what}s carried over, {new:,} new, {gone:,} gone")
         rows[np.setdiff1d(np.flatnonzero(rows < 0), trained[what])] = -2
         found[f"{what}_bias.weight"] = rows
         found[f"{what}_ids.weight"] = np.where(rows < 0, -2, rows) if reads_texts else rows
     line = f"--from {final.parent}: {'; '.join(said)}"
-    if not (known or reads_texts):
+    if not (fits or reads_texts):
         way = f"give data with the ids of that run, or --like {final.parent}, which takes its recipe alone"
         raise UserError(f"{line}: {way}")
+    same, held_out = _trained_before(final, known, before, now)
+    if same:
+        line += (
+            f"; it was trained on {same:,} of the {held_out:,} interactions that are held out now, so that"
+        )
+        line += " figures flatter it: keep its --split, and begin with a run that holds out"
     return found, line
+
+
+def _trained_before(
+    final: Path, known: Catalogue, before: Mapping[str, list[str]], now: Mapping[str, list[str]]
+) -> tuple[int, int]:
+    """(how many of the data's held-out interactions the run in `final` was trained on, how many there are)"""
+    owner = np.repeat(np.arange(len(known.trained)), np.diff(known.starts))
+    is_held_out = np.arange(len(owner)) - known.starts[owner] >= known.trained[owner]
+    held_out = (owner * len(now["items"]) + known.history)[is_held_out]
+    with safe_open(final / VECTORS_FILE, "np") as file:
+        if "held_out" not in file.keys():  # noqa: SIM118, an object without `in`
+            return 0, len(held_out)
+        learnt = np.setdiff1d(file.get_tensor("had"), file.get_tensor("held_out"))
+    user, item = np.divmod(learnt, max(1, len(before["items"])))
+    for numbers, what in ((user, "users"), (item, "items")):
+        place = {name: number for number, name in enumerate(now[what])}
+        numbers[:] = np.array([place.get(name, -1) for name in before[what]])[numbers]
+    learnt = (user * len(now["items"]) + item)[(user >= 0) & (item >= 0)]
+    return int(np.isin(held_out, learnt).sum()), len(held_out)

@@ -290,17 +290,17 @@ class Recommendations:
     ) -> list[dict[str, Any]]:
         """What `recommend` gives, for a user who was not in training and took these items (ids or titles).
 
-        They are in time, which counts in a model of sequences. It needs an item that tells something, and a
-        head that is a product of two vectors. `quantities` weigh the items against each other; without them
-        an item counts once however often it is given, where it is last.
+        They are in time, which counts in a model of sequences. It needs an item that tells something, but by
+        popularity, and a head that is a product of two vectors. `quantities` weigh the items against each
+        other; without them an item counts once however often it is given, where it is last.
         """
         numbers = [self._item_number(item) for item in items]
-        taken = np.array([*dict.fromkeys(reversed(numbers))])[::-1]
+        taken = np.array([*dict.fromkeys(reversed(numbers))], np.int64)[::-1]
         taken = taken if self.attention_heads else np.sort(taken)
         weights = np.ones(len(taken)) if quantities is None else np.bincount(numbers, quantities)[taken]
         kept = self._known[taken]
         telling = taken[kept]
-        if not len(telling):
+        if not len(telling) and self.by not in (POPULARITY, RECENT):
             names = f"item {items[0]}" if len(items) == 1 else f"items {', '.join(items[:3])}"
             raise RecommendationError(
                 f"{names}: {UNTRAINED}, so that nothing is told of a user by it: {WAY_OUT}"

@@ -404,6 +404,7 @@ class Recommender(Task):
         known = catalogue.Catalogue.read(facts.folder)
         owner = np.repeat(np.arange(len(known.trained)), np.diff(known.starts))
         vectors["had"] = np.unique(owner * len(known.item_text) + known.history)
+        vectors["held_out"] = np.setdiff1d(vectors["had"], known.seen)
         save_file(vectors, folder / recommendations.VECTORS_FILE)
         described = (model.item_text >= 0) & (model.encoder is not None)
         told = {"counts": model.counts.tolist(), "described": described.long().tolist()}

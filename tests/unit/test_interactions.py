@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from isobatch.core.errors import UserError
 from isobatch.core.recipe import Recipe
@@ -16,6 +19,7 @@ from isobatch.data.interactions.dataset import InteractionOptions, Interactions
 from isobatch.engine.loading.prepare import prepare
 from isobatch.models.recommendation import catalogue
 from isobatch.models.recommendation.catalogue import Catalogue
+from isobatch.models.recommendation.recommendations import VECTORS_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -349,6 +353,37 @@ def test_the_input_is_all_that_a_user_had_before(split: str, test_input: str, tm
                 assert own.index(item) >= inputs
             if split in WAYS:
                 assert item == own[WAYS[split][name]]
+
+
+@pytest.mark.parametrize("now", ["leave-one-out", "last", "time", "users"])
+@pytest.mark.parametrize("before", ["leave-one-out", "last", "time", "users", "none"])
+def test_a_run_that_goes_on_says_how_many_held_out_rows_it_knows(
+    before: str, now: str, tmp_path: Path
+) -> None:
+    draw, (users, items) = np.random.default_rng(6), (40, 30)
+    pairs = draw.permutation(users * items)[:300]
+    rows = [f"u{pair // items},i{pair % items},{n},5" for n, pair in enumerate(pairs)]
+    for name, taken in (("old.csv", rows[:240]), ("new.csv", rows)):
+        (tmp_path / name).write_text("\n".join(["user,item,time,rating", *taken]))
+    (first, old), (second, new) = (
+        made(tmp_path / "old.csv", split=before),
+        made(tmp_path / "new.csv", split=now),
+    )
+    trained, names = set(ids(first, old["train"])), catalogue.read_names(first.folder)
+    place = {side: {name: n for n, name in enumerate(names[side])} for side in ("users", "items")}
+    pair_of = {tuple(row.split(",")[:2]) for row in rows[:240]}
+    keys = {
+        name: np.array(sorted(place["users"][u] * len(names["items"]) + place["items"][i] for u, i in some))
+        for name, some in {"had": pair_of, "held_out": pair_of - trained}.items()
+    }
+    (tmp_path / "names.json").write_text(json.dumps(names))
+    save_file({name: array.astype(np.int64) for name, array in keys.items()}, tmp_path / VECTORS_FILE)
+    held_out = {tuple(row.split(",")[:2]) for row in rows} - set(ids(second, new["train"]))
+    line = catalogue.kept_rows(tmp_path, second.folder, ["user", "item"], False)[1]
+    said = re.search(r"trained on (\d+) of the (\d+)", line)
+    expected = (len(held_out & trained), len(held_out)) if held_out & trained else None
+    assert (said and tuple(map(int, said.groups()))) == expected
+    assert (before == now != "users") <= (said is None)
 
 
 def test_a_file_is_rated_and_known_as_the_data_of_the_run(tmp_path: Path) -> None:
