@@ -246,7 +246,7 @@ def _number(value: Any) -> float:
     try:
         if isinstance(value, bool):
             raise ValueError
-        number = float(value)
+        number = float(str(value).removesuffix("%")) / (100 if str(value).endswith("%") else 1)
     except ValueError:
         raise ValueError("is not a number") from None
     if not math.isfinite(number):

@@ -255,7 +255,7 @@ def fitted(text: str) -> str:
     width = min(80, shutil.get_terminal_size().columns) if sys.stdout.isatty() else 100
     lines = []
     for line in text.splitlines():
-        column = len(re.match(r" *(?:\S+(?: \S+)* {2,})?", line)[0])
+        column = next(re.finditer(r" *(?:\S+(?: \S+)* {2,})?", line)).end()
         indent = " " * (column if column < width // 2 else 4)
         lines += textwrap.wrap(line, width, subsequent_indent=indent, break_on_hyphens=False) or [""]
     return "\n".join(lines)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,26 +42,17 @@ from isobatch.models.workloads import list_chains, list_workloads
 
 TASKS = list_workloads()
 CHAINS = list_chains()
+_WORDS = tomllib.loads(Path(__file__).with_name("task_words.toml").read_text(encoding="utf-8"))
+TASK_WORDS = {word: name for name, words in _WORDS["meant"].items() for word in words.split()}
+"""What other tools and newcomers call a task -> its name."""
+NOT_A_TASK = {word: why for why, words in _WORDS["none"].items() for word in words.split()}
+"""What other tools call a task -> why there is none of this name, and what to use."""
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Recipe)}
 """Field of a recipe -> its common default."""
 READ_BY_TASKS = ("format", "model", "tokenizer", "revision", "max_length", "dropout", "label_smoothing")
 """Fields of the recipe that the engine never reads: the task or its data do."""
 READ_BY_OPTIMIZERS = ("weight_decay", "adam_beta1", "adam_beta2", "adam_eps")
 """Fields that a task's own optimizer may read, in place of those of the table."""
-
-
-NOT_A_TASK = dict.fromkeys(
-    ("grpo", "ppo", "rloo", "reinforce", "online-dpo", "online_dpo", "gspo", "dapo"),
-    "learns from answers that the model writes while it trains, and here the samples of a step follow from"
-    " the recipe alone: write answers with `predict`, score them with a model of --task reward, and learn"
-    " from the pairs with --task dpo, or from judged answers with --task kto",
-)
-NOT_A_TASK |= dict.fromkeys(("sft", "pt", "pretrain", "clm"), "is called --task causal-lm here")
-NOT_A_TASK |= dict.fromkeys(("rm", "reward-model", "reward_model"), "is called --task reward here")
-NOT_A_TASK |= dict.fromkeys(
-    ("gkd", "minillm", "kd"), "is --task causal-lm --teacher FOLDER here, on the answers of the data"
-)
-"""What other tools call a task -> why there is none of this name, and what to use."""
 
 
 def _not_named(fields: Sequence[str], *classes: type) -> list[str]:
@@ -252,6 +244,12 @@ def workload_of(recipe: Recipe) -> LoadedWorkload:
     return workload(recipe.task)
 
 
+def task_word(name: str) -> str:
+    """A task as it is called here: `SFTTrainer` is causal-lm."""
+    key = re.sub("-?trainer$", "", re.sub("[_ ]", "-", name.lower()))
+    return TASK_WORDS.get(key, key)
+
+
 def workload(name: str) -> LoadedWorkload:
     """The workload that the user calls `name`, or the user's own from ./file.py:Class. Raises UserError."""
     if is_task_file(name):
@@ -260,13 +258,13 @@ def workload(name: str) -> LoadedWorkload:
         if not (isinstance(task.data, type) and issubclass(task.data, Data)):
             raise UserError(f"--task {name}: {task.__name__}.data must be a subclass of isobatch.Data")
         return LoadedWorkload(name, task, task.data)
-    key = name.replace("_", "-").lower()
+    key = task_word(name)
     if key in CHAINS:
         stages = ", ".join(CHAINS[key])
         raise UserError(f"--task {key}: only `auto` runs this chain; its stages are tasks: {stages}")
     if key not in TASKS:
         valid = [*TASKS, *CHAINS]
-        if why := NOT_A_TASK.get(name.lower().removesuffix("_trainer").removesuffix("trainer")):
+        if why := NOT_A_TASK.get(key):
             raise UserError(f"--task {name}: {why}")
         known = f"{nearest_hint(key, valid)}; valid: {', '.join(valid)}, or ./file.py:Class"
         raise UserError(f"--task {name}: there is no such task{known}")

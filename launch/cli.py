@@ -62,10 +62,8 @@ GROUPS = list(dict.fromkeys(command.group for command in COMMANDS.values()))
 _WORDS = [(word, command, said) for command, words, said in _rows("aliases.csv") for word in words.split()]
 ALIASES = {word: command for word, command, _ in _WORDS}
 """Another word for a command -> the command."""
-MEANT = {word for word, _, said in _WORDS if said}
-"""Those of newcomers and other tools: what is understood is said."""
-LEFT = {"forget": "train anew on data without the rows; `seen` says which step saw one first"}
-"""Commands that were taken out -> what to use instead."""
+MEANT = {word: said for word, _, said in _WORDS if said}
+"""Those of newcomers and other tools -> what is said before that which was understood."""
 BEFORE_TORCH = {
     **{"GOMP_SPINCOUNT": "1000", "THP_MEM_ALLOC_ENABLE": "1", "KINETO_LOG_LEVEL": "6"},
     **allocator_settings(os.environ),
@@ -106,11 +104,13 @@ def _run(words: Sequence[str]) -> int:
         return DONE
     if unread := next((word for word in words if any("\ud800" <= c <= "\udfff" for c in word)), None):
         raise UserError(f"{unread}: this locale cannot read it; set LC_ALL=C.UTF-8")
-    if any(word in ("-h", "--help") for word in words):
+    if any(word in ("-h", "--help") for word in words) or words[1:] == ["help"]:
         return show_help(words)
     name, rest = find_command(words)
     if words[0] in MEANT:
-        print(f"{words[0]}: this is `isobatch {shlex.join([*name.split(), *rest])}`", file=sys.stderr)
+        print(
+            f"{words[0]}: {MEANT[words[0]]} `isobatch {shlex.join([*name.split(), *rest])}`", file=sys.stderr
+        )
     if name in ("auto", "resume"):
         end_early_on_signals()
     if "--quiet" not in words:
@@ -121,7 +121,7 @@ def _run(words: Sequence[str]) -> int:
 
 def show_help(topic: Sequence[str]) -> int:
     """The first page, the page of a group of commands, or the help of a command or a task."""
-    asked = [word for word in topic if word not in ("-h", "--help")]
+    asked = [word for word in topic if word not in ("-h", "--help", "help")]
     if not asked:
         page = Path(__file__).with_name("usage.jinja").read_text(encoding="utf-8")
         for group in GROUPS:
@@ -132,14 +132,9 @@ def show_help(topic: Sequence[str]) -> int:
     if (parts := _listed(name)) and name not in (*COMMANDS, *ALIASES):
         print(fitted(f"{name}\n{parts}"))
         return DONE
-    try:
-        name, rest = find_command(asked)
-    except UserError:
-        from isobatch.engine.registry import CHAINS, TASKS
-
-        if name not in (*TASKS, *CHAINS) and ".py" not in name:
-            raise
-        return COMMANDS["describe"].load()(asked)
+    if asked[0] not in (*ALIASES, *(command.split()[0] for command in COMMANDS)):
+        return COMMANDS["describe"].load()(asked)  # of a task
+    name, rest = find_command(asked)
     about = f"isobatch {name}: {COMMANDS[name].help}\n\n{inspect.getdoc(COMMANDS[name].load())}"
     print(fitted(f"{about}\n\n{parts}".strip()))
     task = next((b for a, b in itertools.pairwise(rest) if a == "--task"), None)
@@ -174,15 +169,17 @@ def find_command(words: Sequence[str]) -> tuple[str, list[str]]:
 def no_command(word: str) -> str:
     """Why a word is no command, with what may be meant."""
     from isobatch.core.flags import nearest_hint
-    from isobatch.engine.registry import CHAINS, TASKS
+    from isobatch.engine.registry import CHAINS, NOT_A_TASK, TASKS, task_word
 
-    if word in LEFT:
-        return f"{word} was taken out: {LEFT[word]}"
-    if word in {*TASKS, *CHAINS}:
-        return f"{word} is a task: isobatch auto --task {word}"
     if parts := [name for name in COMMANDS if name.startswith(f"{word} ")]:
         return f"{word}: give one of {', '.join(parts)}"
-    return f"there is no command {word!r}{nearest_hint(word, [*COMMANDS, *ALIASES])}; see --help"
+    if word in NOT_A_TASK:
+        return f"{word} {NOT_A_TASK[word]}"
+    if (task := task_word(word)) in {*TASKS, *CHAINS}:
+        return f"{word} is a task: isobatch auto --task {task}"
+    if word.startswith("-") or Path(word).exists():
+        return f"{word}: a command comes first, as in `isobatch auto --task TASK` or `isobatch report RUN`"
+    return f"there is no command {word!r}{nearest_hint(word, [*COMMANDS, *ALIASES, *TASKS])}; see --help"
 
 
 def guarded(action: Callable[[], int], debug: bool = False) -> int:

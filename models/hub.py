@@ -57,12 +57,19 @@ def _asking_the_hub(name: str, revision: str | None, flag: str) -> Iterator[None
         raise UserError(f"{flag} {name}: {explain_hub_error(error, revision)}") from None
 
 
+def _nearby(folder: Path) -> str:
+    """Where a model is beside or below a folder that holds none, such as that of runs or of checkpoints."""
+    places = ((folder, "final"), (folder, "*/final"), (folder, "*"), (folder.parent, "final"))
+    found = [f.parent for start, part in places for f in sorted(start.glob(f"{part}/config.json"))]
+    return f"; there is one in {found[0]}" if found else ""
+
+
 def check_folder(folder: Path, tokenizer: str | None) -> None:
     """Raise UserError unless the folder holds a model, and a tokenizer unless `tokenizer` is given."""
     if not (folder / "config.json").is_file():
         adapter = " but an adapter: give its base, or merge the two (export RUN --to merged)"
         is_adapter = (folder / ADAPTER_CONFIG).is_file()
-        raise UserError(f"--model {folder}: holds no config.json{adapter if is_adapter else ''}")
+        raise UserError(f"--model {folder}: holds no config.json{adapter if is_adapter else _nearby(folder)}")
     if tokenizer is None and not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise UserError(f"--model {folder}: holds no tokenizer (tokenizer.json, vocab...): add --tokenizer")
 
@@ -266,6 +273,8 @@ def resolve_model(name_or_path: str, flag: str) -> str:
         if not is_id(name_or_path):
             raise UserError(f"{flag} {name_or_path}: is no run, folder or hub id (owner/name)")
         require_available(name_or_path, None, flag)
+    elif near := "" if (folder / "config.json").is_file() else _nearby(folder):
+        raise UserError(f"{flag} {name_or_path}: holds no config.json{near}")
     return name_or_path
 
 

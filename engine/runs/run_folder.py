@@ -20,7 +20,7 @@ from typing import Any
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.facts import Facts
-from isobatch.core.flags import build_options, options_to_dict
+from isobatch.core.flags import build_options, nearest, options_to_dict
 from isobatch.core.plan import Plan
 from isobatch.core.recipe import Recipe
 from isobatch.engine.checkpointing.digests import bytes_digest
@@ -47,6 +47,18 @@ class FolderTakenError(UserError):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(f"{folder} exists and is another run's or not a run: choose --name or --out")
+
+
+def no_run(path: Path) -> str:
+    """Why a path is no run, with the run that may be meant: around it, in it, or called like it."""
+    if run := next((one for one in path.absolute().parents if (one / "recipe.json").is_file()), None):
+        return f"{path} is not a run but inside one: give {os.path.relpath(run)}"
+    if within := [str(run.folder) for run in list_runs(path)]:
+        return f"{path} is not a run but a folder of runs: give one, as {' or '.join(within[-3:])}"
+    beside = {run.folder.name: run.folder for at in (path.parent, Path("runs")) for run in list_runs(at)}
+    meant = beside.get(nearest(path.name, beside))
+    hint = f"did you mean {meant}?" if meant else "`runs` lists the runs here"
+    return f"{path} is not a run: it has no recipe.json ({hint})"
 
 
 class RunFolder:
@@ -76,7 +88,7 @@ class RunFolder:
         """An existing run. Raises UserError where the folder is none, or links to files elsewhere."""
         path = Path(folder).expanduser()
         if not (path / "recipe.json").is_file():
-            raise UserError(f"{path} is not a run: it has no recipe.json (`runs` lists the runs here)")
+            raise UserError(no_run(path))
         refuse_links(path)
         return cls(path)
 

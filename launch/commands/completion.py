@@ -13,9 +13,7 @@ from isobatch.core.flags import Flag, NoOptions, choices_of, flags_of
 from isobatch.launch.cli import COMMANDS, GROUPS, find_command
 from isobatch.launch.local.arguments import read_command
 
-SCRIPTS: dict[str, str] = tomllib.loads(
-    Path(__file__).with_name("completion.toml").read_text(encoding="utf-8")
-)
+SCRIPTS: dict[str, str] = tomllib.loads(Path(__file__).with_name("completion.toml").read_text("utf-8"))
 """Shell -> the script that asks `isobatch complete` for the words that fit."""
 
 
@@ -43,10 +41,8 @@ def candidates(before: Sequence[str], begun: str) -> list[str]:
 
     typed, tasks = " ".join(before), [*TASKS, *CHAINS]
     nexts = {n.removeprefix(typed).split()[0] for n in COMMANDS if n.startswith(f"{typed} ".lstrip())}
-    if before == ["completion"]:
-        return list(SCRIPTS)
-    if typed in ("help", "describe"):
-        return [*tasks, *COMMANDS, *GROUPS]
+    if typed in ("help", "describe", "completion"):
+        return list(SCRIPTS) if typed == "completion" else [*tasks, *COMMANDS, *GROUPS]
     if not typed or (nexts and not begun.startswith("-")) or nexts == {"--to"}:
         return sorted(nexts)
     name, rest = find_command(before)

@@ -17,7 +17,7 @@ from isobatch.core.terminal import doing, print_answer, print_lines
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.commands.export import export_form
 from isobatch.launch.local import words as flag_words
-from isobatch.launch.local.arguments import known_flags, parse_request, refuse_unknown, split_words
+from isobatch.launch.local.arguments import known_flags, parse_request, refuse_wrong, split_words
 from isobatch.launch.local.launch_run import AutoOptions, find_or_train
 from isobatch.launch.local.run_setup import held_out, prepared_facts
 from isobatch.launch.report import pareto
@@ -184,7 +184,7 @@ def parse_stages(words: Sequence[str]) -> tuple[CompressOptions, dict[str, dict[
         raise UserError(f"--bits {given['bits']}: of this chain --quantize int8-qat,int4 says it")
     if "dry_run" in given:
         raise UserError("--dry-run: a stage begins with what others wrote: `isobatch plan` shows one of them")
-    refuse_unknown(given, every, "auto --task compress")
+    refuse_wrong(flag_words.Translation(given, {}, found.wrong), dict.fromkeys(every), "auto --task compress")
     stages = stages_of(options.quantize)
     flags = {stage.name: _flags_of(stage, given, known[stage.task]) for stage in stages}
     start = {k: v for k, v in flags[STAGES[0]].items() if k in ONLY_FIRST}

@@ -14,9 +14,10 @@ from isobatch.core.flags import Flag, describe_type, flags_of, spelling, to_json
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import Recipe
 from isobatch.core.terminal import fitted, print_answer
-from isobatch.engine.registry import CHAINS, TASKS, LoadedWorkload, workload
+from isobatch.engine.registry import CHAINS, TASKS, LoadedWorkload, task_word, workload
 from isobatch.engine.runs.run_options import RunOptions
-from isobatch.launch.cli import ALIASES, COMMANDS, no_command
+from isobatch.engine.task_files import is_task_file
+from isobatch.launch.cli import ALIASES, COMMANDS, find_command, no_command
 from isobatch.launch.local.arguments import BatchScaling, FlagFiles, read_command
 
 
@@ -51,7 +52,9 @@ def describe(words: Sequence[str]) -> int:
     positional, options = read_command(named, DescribeOptions, "describe")
     name = " ".join(positional)
     shown: list[str] = []
-    name = ALIASES.get(name, name).removesuffix(" --png")
+    if name in ALIASES:
+        name, meant = find_command([name])
+        name = meant[1] if meant[:1] == ["--task"] else name
     if not name:
         return _print_tasks(options.json)
     if name in COMMANDS:
@@ -63,7 +66,7 @@ def describe(words: Sequence[str]) -> int:
 
         groups = {f"the chain {name}": [_flag(flag, {}) for flag in flags_of(CompressOptions).values()]}
         notes = [f"the flags of its stages: {', '.join(f'describe {s}' for s in CHAINS[name])}"]
-    elif any(command.startswith(f"{name} ") for command in COMMANDS):
+    elif task_word(name) not in TASKS and not is_task_file(name):
         raise UserError(no_command(name))
     else:
         groups, notes = _task_groups(name)
@@ -75,9 +78,9 @@ def describe(words: Sequence[str]) -> int:
         for row in rows:
             default = "" if row["default"] in (None, []) else f", default {value_text(row['default'])}"
             lines += [f"  {row['flag']}  {row['type']}{default}", f"      {row['help']}"]
-    every = sum(map(len, groups.values()))
-    told = [f"{len(shown)} of {every} flags, those that people set; all: describe {name} --all"]
-    text = fitted("\n".join([*lines, "", *(told if shown else notes)]))
+    flags = sum(map(len, groups.values()))
+    told = f"{len(shown)} of {flags} flags, those that people set; all: describe {name} --all"
+    text = fitted("\n".join([*lines, "", *([told] if shown else notes)]))
     return print_answer({"task": name, "flags": groups, "notes": notes}, text, options.json)
 
 
@@ -104,9 +107,8 @@ def task_flags(name: str) -> dict[str, dict[str, Flag]]:
 def _task_groups(name: str) -> tuple[Groups, list[str]]:
     """Title -> rows of a task's flags, and its presets in words."""
     chosen = workload(name)
-    groups = task_flags(name)
     defaults = dict(chosen.task.defaults)
-    rows = {title: [_flag(f, defaults) for f in found.values()] for title, found in groups.items()}
+    rows = {title: [_flag(f, defaults) for f in found.values()] for title, found in task_flags(name).items()}
     notes = []
     for preset, values in chosen.task.presets.items():
         said = (f"{flag.replace('_', '-')} {value_text(value)}" for flag, value in values.items())

@@ -18,7 +18,7 @@ from isobatch.core.measures import printable
 from isobatch.core.terminal import print_answer
 from isobatch.engine.runs.classify_errors import classify
 from isobatch.engine.runs.log_reader import damaged_rows, newest_rows
-from isobatch.engine.runs.run_folder import RunFolder, refuse_links
+from isobatch.engine.runs.run_folder import RunFolder, no_run, refuse_links
 from isobatch.launch.control.runs import RunsOptions, look
 from isobatch.launch.doctor.machine import check_machine, check_space
 from isobatch.launch.doctor.probes import Check, broken, ok, warning
@@ -53,7 +53,7 @@ every ten seconds."""
 def check_run(folder: Path) -> Iterator[Check]:
     """Every check of the run in a folder, with what there is of it. Raises UserError where it is no run."""
     if not any((folder / name).exists() for name in TRACES):
-        raise UserError(f"doctor {folder}: there is no run (`runs` lists the runs here)")
+        raise UserError(no_run(folder))
     refuse_links(folder)
     run = RunFolder(folder)
     training = run.is_training()

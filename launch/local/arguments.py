@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,16 @@ from typing import Any
 from isobatch.core import number_ranges
 from isobatch.core.errors import UserError
 from isobatch.core.extras import need
-from isobatch.core.flags import SWITCH_WORDS, BareValue, Flag, convert, flags_of, nearest_hint, spelling
+from isobatch.core.flags import SWITCH_WORDS, BareValue, Flag, convert, flags_of, nearest, spelling
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import Recipe
 from isobatch.core.terminal import print_lines
 from isobatch.engine.optimization.schedule import phase_schedules
-from isobatch.engine.registry import LoadedWorkload, workload
+from isobatch.engine.registry import CHAINS, TASKS, LoadedWorkload, task_word, workload
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.local import words as flag_words
-from isobatch.launch.local.words import LEFT, Translation
+from isobatch.launch.local.words import A_RUN, LEFT, Translation
 from isobatch.models.capabilities import ChecksPlan, KeepsRows
 
 Groups = dict[str, dict[str, Flag]]
@@ -125,7 +125,7 @@ def sort_flags(
     `where`: who takes them. Raises UserError.
     """
     found = flag_words.translate(flags, _known(groups))
-    refuse_unknown(found.flags, _known(groups), where)
+    refuse_wrong(found, _known(groups), where)
     return _values(found.flags, groups), list(found.notes.values())
 
 
@@ -204,7 +204,7 @@ def _read(
     """
     positional, typed = split_words(words)
     if positional:
-        raise UserError(f"{command}: what is {positional[0]!r}? Flags start with --; spaces need quotes")
+        raise UserError(f"{command}: {'; '.join(map(_misplaced, positional))}")
     in_file = flag_words.flags_of_files(typed)
     task = typed.get("task", in_file.get("task", BareValue()))
     if isinstance(task, BareValue):
@@ -213,15 +213,32 @@ def _read(
     chosen = workload(task)
     groups = _groups(chosen, options_class)
     known = _known(groups)
+    source = next((name for name in ("from", "like") if name in typed), "")
+    other = in_file.get("task", chosen.name) if source else chosen.name
+    if other != chosen.name and (source == "from" or in_file.keys() - known.keys()):
+        takes = "pruned" if other == "pruning" else "teacher"
+        way = f": give it as --{takes}" if takes in known else ""
+        way = ": --model RUN/final begins with its weights" if "adapter" in known else way
+        raise UserError(f"--{source} {typed[source]}: is a run of {other}, not of {chosen.name}{way}")
     given = flag_words.translate(typed, known)
+    if task_word(task) in TASKS and task.lower().replace("_", "-") != chosen.name:
+        given.notes["task"] = f"--task {task} is --task {chosen.name}"
     is_whole = all(name in in_file for name, flag in groups["recipe"].items() if flag.default is not None)
     for name in ("preset", "mode") if is_whole else ():  # defaults, below the values of a whole recipe
         if given.flags.get(name, in_file.get(name)) != in_file.get(name):
             why = "the file or run of flags beside it has a value for each, so that it would not be followed"
             raise UserError(f"--{name} {given.flags[name]}: {why}: leave it out, or type its flags instead")
     found = flag_words.translate(in_file, known).below(given)
-    refuse_unknown(found.flags, known, f"{command} --task {chosen.name}")
+    refuse_wrong(found, known, f"{command} --task {chosen.name}")
     return chosen, groups, found
+
+
+def _misplaced(word: str) -> str:
+    """What a word is that stands where a flag should."""
+    flag = "--task" if task_word(word) in (*TASKS, *CHAINS) else "--data" if Path(word).exists() else ""
+    flag = "--from" if Path(word, "recipe.json").is_file() else flag
+    way = f"Give it as {flag} {word}" if flag else "Flags start with --; spaces need quotes (10%, not 10 %)"
+    return f"what is {word!r}? {way}"
 
 
 def _request(
@@ -253,8 +270,6 @@ def _request(
 
 def _starting_from(run: RunFolder, recipe: Recipe, chosen: LoadedWorkload, given: Collection[str]) -> Recipe:
     """The recipe that begins with the weights of a run. Raises UserError where they would mean nothing."""
-    if run.recipe.task != recipe.task:
-        raise UserError(f"--from {run.folder}: is a run of {run.recipe.task}, not of {recipe.task}")
     if len(chosen.make(recipe)[0].phases()) > 1:
         raise UserError(f"--from {run.folder}: {recipe.task} trains in phases: give --teacher RUN")
     if recipe.data != run.recipe.data and "tokenizer" not in given and recipe.options.get("text") != "off":
@@ -294,6 +309,10 @@ def check_request(request: Request, elsewhere: bool = False) -> None:
     if 0 in (request.recipe.steps or ()) and not takes_rows:
         raise UserError("--steps 0: trains nothing, which is for a recommender's --from RUN: give at least 1")
     if not elsewhere:
+        places = {"data": request.recipe.data, "model": request.recipe.model, "out": request.run.out}
+        for name, place in places.items():
+            if place and Path(place, "recipe.json").is_file():
+                raise UserError(f"--{name} {place}: is a run: {A_RUN[name].format(place)}")
         task.check()
         data.check()
         if request.run.tracker != "none":
@@ -314,15 +333,22 @@ def _groups(chosen: LoadedWorkload, options_class: type | None) -> Groups:
     }
 
 
-def refuse_unknown(flags: Iterable[str], known: Collection[str], where: str) -> None:
-    """Raises UserError for names of flags that are unknown, each with what may be meant."""
-    words = list(map(spelling, flag_words.words_for(known)))
-    said = [
-        f"{spelling(name)}: {where} has no such flag"
-        + (f" (taken out: {LEFT[name]})" if name in LEFT else nearest_hint(spelling(name), words))
-        for name in flags
-        if name not in known
-    ]
+def refuse_wrong(found: Translation, known: Mapping[str, Flag | None], where: str) -> None:
+    """Raises UserError that names all flags that are unknown, with what may be meant, and all values that
+    are not valid. `known`: name -> flag; None where its value is checked elsewhere.
+    """
+    said, valid = list(found.wrong), flag_words.words_for(known)
+    for name, text in found.flags.items():
+        try:
+            if flag := known.get(name):
+                [convert(flag, value) for value in flag_words.values_of(flag, text)]
+        except UserError as error:
+            said.append(str(error))
+        if name not in known:
+            near = nearest(name, valid) if len(name) > 1 else ""
+            way = f"did you mean {spelling(near)}?" if near else "`describe` lists flags"
+            way = f"taken out: {LEFT[name]}" if name in LEFT else way
+            said.append(f"{spelling(name)}: {where} has no such flag ({way})")
     if said:
         raise UserError("; ".join(said))
 

@@ -22,6 +22,7 @@ from isobatch.core.errors import UserError
 from isobatch.core.flags import ON_WORDS, BareValue, Flag, convert, spelling, value_text
 from isobatch.core.recipe import HOOK_CODE, TASK_CODE, Recipe
 from isobatch.engine import consent
+from isobatch.engine.runs.run_folder import no_run
 
 _TABLES = tomllib.loads(Path(__file__).with_name("other_tools.toml").read_text(encoding="utf-8"))
 SYNONYMS: dict[str, str] = {word: ours for ours, words in _TABLES["names"].items() for word in words.split()}
@@ -36,6 +37,8 @@ VALUES: dict[str, dict[str, str]] = _TABLES["values"]
 GIVE_WAY: list[str] = _TABLES["give_way"]["words"].split()
 LEFT: dict[str, str] = _TABLES["left"]
 """Flags that were taken out -> what to use instead."""
+A_RUN: dict[str, str] = _TABLES["a_run"]
+"""Flags that take no run -> which flags do."""
 FORMS = {
     "on": "|".join(ON_WORDS),
     "off": "false|off|no|0",
@@ -55,12 +58,14 @@ class Translation:
     """Our name -> value; names that nobody knows are among them."""
     notes: dict[str, str]
     """Our name, or a word without effect -> a line that says what was understood."""
+    wrong: tuple[str, ...] = ()
+    """What is wrong with words that cannot be understood."""
 
     def below(self, typed: Translation) -> Translation:
         """These flags of a file, with those that were typed over them."""
         taken = {*typed.flags}.union(*(INSTEAD.get(name, ()) for name in typed.flags))
         flags, notes = ({k: v for k, v in own.items() if k not in taken} for own in (self.flags, self.notes))
-        return Translation(flags | typed.flags, notes | typed.notes)
+        return Translation(flags | typed.flags, notes | typed.notes, self.wrong + typed.wrong)
 
 
 INSTEAD = {"epochs": {"steps", "least_steps"}, "steps": {"epochs", "least_steps"}}
@@ -70,22 +75,27 @@ INSTEAD = {"epochs": {"steps", "least_steps"}, "steps": {"epochs", "least_steps"
 def translate(flags: Mapping[str, str], own: Collection[str]) -> Translation:
     """Flags as they were written in our words. `own`: names of the command's and the task's flags.
 
-    Raises UserError for a word whose meaning cannot be had, and where two words set one flag.
+    `wrong` has words whose meaning cannot be had, and two that set one flag.
     """
     found, notes, written = dict[str, str](), dict[str, str](), dict[str, str]()
+    wrong: list[str] = []
     for word, value in sorted(flags.items(), key=lambda flag: flag[0] in GIVE_WAY):
-        meaning, note = _meaning(word, value, own)
+        try:
+            meaning, note = _meaning(word, value, own)
+        except UserError as error:
+            wrong.append(str(error))
+            continue
         twice = meaning.keys() & found.keys()
         if twice and word in GIVE_WAY:
             continue
         if twice:
             two = f"{spelling(word)} and {spelling(written[twice.pop()])}"
-            raise UserError(f"{two} say the same thing: give one of them")
+            wrong.append(f"{two} say the same thing: give one of them")
         found |= meaning
         written |= dict.fromkeys(meaning, word)
         if note:
             notes[next(iter(meaning), word)] = note
-    return Translation(found, notes)
+    return Translation(found, notes, tuple(wrong))
 
 
 def _meaning(word: str, value: str, own: Collection[str]) -> tuple[dict[str, str], str]:
@@ -154,7 +164,7 @@ def flags_of_files(flags: Mapping[str, str]) -> dict[str, str]:
     if given != ["config"]:
         path /= "recipe.json"
         if not path.is_file():
-            raise UserError(f"{typed}: is no folder of a run")
+            raise UserError(f"--{given[0]}: {no_run(path.parent)}")
     values = _read_mapping(path, typed)
     if given == ["config"] and not ("task" in values and isinstance(values.get("options"), dict)):
         texts = {name: _as_text(f"{typed}: {name}", value) for name, value in values.items()}
@@ -230,7 +240,8 @@ def values_of(flag: Flag, text: str) -> list[str]:
     """The values that `text` lists for a flag, each once; the text itself where it is one value of the flag,
     as a text with commas is, and what --epochs takes.
     """
-    if isinstance(text, BareValue) or _value(flag, text) is not None:
+    # 0,001 is no list but 0.001, as some write it.
+    if isinstance(text, BareValue) or re.fullmatch(r"0,0\d+", text) or _value(flag, text) is not None:
         return [text]
     parts = [value for part in text.split(",") for value in _numbers(flag, part.strip())]
     return list(dict.fromkeys(parts)) if all(parts) else [text]

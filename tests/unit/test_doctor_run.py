@@ -114,7 +114,7 @@ def test_a_damaged_row_is_found_and_one_that_is_being_written_is_not(tmp_path: P
 
 def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
     for folder in (tmp_path / "nowhere", tmp_path):
-        with pytest.raises(UserError, match="there is no run"):
+        with pytest.raises(UserError, match="is not a run"):
             list(run_checks.check_run(folder))
 
 

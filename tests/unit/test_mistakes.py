@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from isobatch.core.atomic_files import write_json
 from isobatch.core.errors import UserError
+from isobatch.engine.registry import complete
 from isobatch.launch.cli import COMMANDS, find_command
 
 if TYPE_CHECKING:
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 LM, CLF, REC, VAE = (f"--task {name}" for name in ("causal-lm", "classifier", "recommender", "sequence-vae"))
 MISTAKES = [
     # What is trained
-    ("auto causal-lm", "what is 'causal-lm'? Flags start with --"),
+    ("auto causal-lm", "what is 'causal-lm'? Give it as --task causal-lm"),
     ("auto --task causallm", "did you mean causal-lm?"),
     ("auto --task ./missing.py:Task", "missing.py"),
     (f"auto {LM} --warmup-ratio 10", "has no meaning here"),
@@ -41,7 +43,7 @@ MISTAKES = [
     (f"auto {LM} --save-every 0ep", "--save-every 0ep: must be above 0"),
     (f"auto {LM} --tracker wandbb", "did you mean wandb?"),
     (f"auto {LM} --config none.yaml", "No such file"),
-    (f"auto {LM} --like nowhere", "is no folder of a run"),
+    (f"auto {LM} --like nowhere", "nowhere is not a run"),
     ("resume", "give the folder of one run"),
     ("resume runs/none", "runs/none"),
     ("evaluate", "folder"),
@@ -56,6 +58,49 @@ MISTAKES = [
     ("serve", "give the folder of one run"),
 ]
 """What was typed -> a part of the answer."""
+# Where runs/a is a finished run of causal-lm, runs/b one of classifier, and rows.csv a file.
+MISTAKES += [
+    # Words in the wrong place, and several mistakes at once
+    ("lst runs/a", "there is no command 'lst'"),
+    ("runs/a", "a command comes first"),
+    ("--task causal-lm", "a command comes first"),
+    ("grpo --data rows.csv", "learn from the pairs with --task dpo"),
+    ("auto classifier", "Give it as --task classifier"),
+    ("auto text-classification", "Give it as --task text-classification"),
+    (f"auto {CLF} rows.csv", "Give it as --data rows.csv"),
+    (f"auto {LM} runs/a", "Give it as --from runs/a"),
+    (f"auto {LM} --warmup 10 %", "10%, not 10 %"),
+    (f"auto {LM} -e 3", "--e: auto --task causal-lm has no such flag (`describe` lists flags)"),
+    (f"auto {LM} --lr abc --epochs two", "--lr abc: is not a number; --epochs two: is not a number"),
+    (f"auto {LM} --lr abc --optimizr x", "--lr abc: is not a number; --optimizr: auto --task causal-lm has"),
+    (f"auto {LM} --fsdp x --sed 1", "--fsdp x: use --strategy fsdp2; --sed: auto --task causal-lm has"),
+    ("resume runs/a --lr 1 --processes x", "--lr: resume has no such flag (`describe` lists flags); --proc"),
+    # Numbers as they are written elsewhere
+    (f"auto {LM} --lr 0,001", "--lr 0,001: is not a number"),
+    (f"auto {LM} --steps 10%", "--steps 10%: is not an integer"),
+    (f"auto {LM} --train-fraction 120%", "--train-fraction 120%: must be above 0"),
+    # A path one level too high, too low, or without its folder
+    ("resume runs", "runs is not a run but a folder of runs: give one, as runs/a or runs/b"),
+    ("verify runs/a/final", "runs/a/final is not a run but inside one: give runs/a"),
+    ("doctor runs", "give one, as runs/a or runs/b"),
+    ("serve a", "did you mean runs/a?"),
+    (f"auto {LM} --from runs", "--from: runs is not a run but a folder of runs"),
+    (f"auto {LM} --like runs/a/final", "--like: runs/a/final is not a run but inside one: give runs/a"),
+    (f"auto {CLF} --data rows.csv --model runs", "holds no config.json; there is one in runs/a/final"),
+    (f"auto {CLF} --data rows.csv --model runs/a/checkpoints", "there is one in runs/a/final"),
+    ("auto --task pruning --data rows.csv --teacher runs", "--teacher runs: holds no config.json; there is"),
+    # A run where something else is wanted
+    (f"auto {CLF} --data rows.csv --model runs/b", "--model runs/b/final is its model"),
+    (f"auto {LM} --data runs/a", "--data runs/a: is a run: --like runs/a takes its recipe and data"),
+    (f"auto {LM} --out runs/a", "--out runs/a: is a run: --out is the folder that holds runs"),
+    ("auto --task pruning --from runs/b", "is a run of classifier, not of pruning: give it as --teacher"),
+    ("auto --task dpo --from runs/a", "is a run of causal-lm, not of dpo: --model RUN/final begins"),
+    (f"auto {CLF} --like runs/a", "is a run of causal-lm, not of classifier"),
+    # What other tools take
+    (f"auto {LM} --precision int8", "--load-bits 4 or 8"),
+    (f"plan {LM} --gpu-type h100", "`plan --hardware 8xh100`"),
+    ("auto --task merge", "isobatch export RUN --to merged"),
+]
 
 
 @pytest.mark.parametrize(("typed", "way_out"), MISTAKES, ids=[typed for typed, _ in MISTAKES])
@@ -63,9 +108,17 @@ def test_a_mistake_is_answered_with_the_way_out(
     typed: str, way_out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    command, words = find_command(shlex.split(typed))
+    (tmp_path / "rows.csv").write_text("text,label\ngood,1\nbad,0\n" * 20)
+    for name, task in (("a", "causal-lm"), ("b", "classifier")):
+        for inside in ("final", "checkpoints"):
+            (tmp_path / "runs" / name / inside).mkdir(parents=True)
+        write_json(tmp_path / "runs" / name / "recipe.json", complete(task, {})[0].to_dict())
+        (tmp_path / "runs" / name / "facts.json").write_text("{}")
+        (tmp_path / "runs" / name / "final" / "config.json").write_text("{}")
+    before = sorted(tmp_path.rglob("*"))
     with pytest.raises(UserError) as refused:
+        command, words = find_command(shlex.split(typed))
         COMMANDS[command].load()(words)
     assert way_out in str(refused.value)
     assert "\n" not in str(refused.value).strip()
-    assert list(tmp_path.iterdir()) == [], "a refused command leaves nothing behind"
+    assert sorted(tmp_path.rglob("*")) == before, "a refused command leaves nothing behind"
