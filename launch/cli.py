@@ -108,9 +108,7 @@ def _run(words: Sequence[str]) -> int:
         return show_help(words)
     name, rest = find_command(words)
     if words[0] in MEANT:
-        print(
-            f"{words[0]}: {MEANT[words[0]]} `isobatch {shlex.join([*name.split(), *rest])}`", file=sys.stderr
-        )
+        print(f"{words[0]}: {MEANT[words[0]]} isobatch {name} {shlex.join(rest)}", file=sys.stderr)
     if name in ("auto", "resume"):
         end_early_on_signals()
     if "--quiet" not in words:

@@ -78,8 +78,7 @@ def describe(words: Sequence[str]) -> int:
         for row in rows:
             default = "" if row["default"] in (None, []) else f", default {value_text(row['default'])}"
             lines += [f"  {row['flag']}  {row['type']}{default}", f"      {row['help']}"]
-    flags = sum(map(len, groups.values()))
-    told = f"{len(shown)} of {flags} flags, those that people set; all: describe {name} --all"
+    told = f"{len(shown)} of {sum(map(len, groups.values()))} flags; all of them: describe {name} --all"
     text = fitted("\n".join([*lines, "", *([told] if shown else notes)]))
     return print_answer({"task": name, "flags": groups, "notes": notes}, text, options.json)
 

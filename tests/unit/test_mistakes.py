@@ -49,7 +49,7 @@ MISTAKES = [
     ("evaluate", "folder"),
     ("generate runs/none --prompt hi", "runs/none"),
     ("predict", "predict"),
-    ("compare runs/a", "is not a run"),
+    ("compare runs/a runs/none", "is not a run"),
     ("rm", "give the folders of runs"),
     ("runs nowhere", "there is no folder nowhere"),
     ("describe causal-ln", "did you mean causal-lm?"),
@@ -88,7 +88,7 @@ MISTAKES += [
     (f"auto {LM} --like runs/a/final", "--like: runs/a/final is not a run but inside one: give runs/a"),
     (f"auto {CLF} --data rows.csv --model runs", "holds no config.json; there is one in runs/a/final"),
     (f"auto {CLF} --data rows.csv --model runs/a/checkpoints", "there is one in runs/a/final"),
-    ("auto --task pruning --data rows.csv --teacher runs", "--teacher runs: holds no config.json; there is"),
+    ("auto --task pruning --data rows.csv --teacher runs", "/runs: holds no config.json; there is one in"),
     # A run where something else is wanted
     (f"auto {CLF} --data rows.csv --model runs/b", "--model runs/b/final is its model"),
     (f"auto {LM} --data runs/a", "--data runs/a: is a run: --like runs/a takes its recipe and data"),
@@ -101,6 +101,11 @@ MISTAKES += [
     (f"plan {LM} --gpu-type h100", "`plan --hardware 8xh100`"),
     ("auto --task merge", "isobatch export RUN --to merged"),
 ]
+
+
+def type_in(typed: str) -> None:
+    command, words = find_command(shlex.split(typed))
+    COMMANDS[command].load()(words)
 
 
 @pytest.mark.parametrize(("typed", "way_out"), MISTAKES, ids=[typed for typed, _ in MISTAKES])
@@ -117,8 +122,7 @@ def test_a_mistake_is_answered_with_the_way_out(
         (tmp_path / "runs" / name / "final" / "config.json").write_text("{}")
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(UserError) as refused:
-        command, words = find_command(shlex.split(typed))
-        COMMANDS[command].load()(words)
+        type_in(typed)
     assert way_out in str(refused.value)
     assert "\n" not in str(refused.value).strip()
     assert sorted(tmp_path.rglob("*")) == before, "a refused command leaves nothing behind"
