@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import re
 import resource
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -56,6 +58,11 @@ def format_bytes(count: float) -> str:
     return f"{count:.2f} GB"
 
 
+def gigabytes(count: float) -> str:
+    """Bytes in GB, for where figures of memory stand beside each other."""
+    return f"{count / 1e9:.2f} GB"
+
+
 def counted(count: int, noun: str) -> str:
     """A number with its noun: `1 row`, `1,200 rows`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
@@ -66,10 +73,51 @@ def printable(text: object) -> str:
     return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), str(text))
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of one length as lines with their columns below each other."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+def wrapped(text: str, width: int) -> str:
+    """Text whose lines have at most `width` characters: longer ones are broken at spaces, longer words where
+    they stand, and go on below with an indent.
+    """
+    lines = ([s] if len(s) <= width else _broken(s, width, "  ") for s in text.split("\n"))
+    return "\n".join(itertools.chain(*lines))
+
+
+def _broken(line: str, width: int, indent: str = "") -> list[str]:
+    parts = textwrap.wrap(_held(line), width, subsequent_indent=indent, break_on_hyphens=False)
+    return [part.replace("\xa0", " ") for part in parts] or [""]
+
+
+def _held(line: str) -> str:
+    """A line in which a name and its figure stay together."""
+    return re.sub(r"(?<=\w) (?=-?[\d.e+-]+(?:  |$))", "\xa0", line)
+
+
+def aligned(rows: Sequence[Sequence[str]], width: int = 0) -> list[str]:
+    """Rows of one length as lines with their columns below each other, and within `width` unless it is 0.
+
+    Where that is too narrow, the widest cells go on below; where their words do not fit beside each other,
+    the last columns follow in a table of their own, behind the first one again.
+    """
+    columns = list(zip(*rows, strict=True))
+    widths, gaps = [max(map(len, column)) for column in columns], 2 * len(columns) - 2
+    if width and sum(widths) + gaps > width:
+        most = width // 2 - 1 if gaps else width
+        least = [
+            min(most, max(len(w) for cell in column for w in _held(cell).split(" "))) for column in columns
+        ]
+        if sum(least) + gaps > width:
+            ends = itertools.accumulate(min(have, most) + 2 for have in widths)
+            fit = sum(end - 2 <= width for end in ends)
+            rest = [[row[0], *row[fit:]] for row in rows]
+            return [*aligned([row[:fit] for row in rows], width), "", *aligned(rest, width)]
+        while sum(widths) + gaps > width:
+            spare = [(have > need) * have for have, need in zip(widths, least, strict=True)]
+            widths[spare.index(max(spare))] -= 1
+    lines = []
+    for row in rows:
+        cells = [_broken(cell, max(1, room)) for cell, room in zip(row, widths, strict=True)]
+        for parts in itertools.zip_longest(*cells, fillvalue=""):
+            lines.append("  ".join(c.ljust(w) for c, w in zip(parts, widths, strict=True)).rstrip())
+    return lines
 
 
 DURATION = "".join(rf"(?:(\d+(?:\.\d+)?){unit})?" for unit in "dhms")

@@ -17,14 +17,14 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import DONE
-from isobatch.core.measures import CONTROL, format_bytes, format_duration, now, printable
+from isobatch.core.measures import CONTROL, aligned, format_bytes, format_duration, now, printable, wrapped
 
 STATUS_MARK = "\x1eisobatch-status\x1e"
 """Marks the lines in which a child process says what it is doing."""
@@ -33,6 +33,8 @@ RELAY_VARIABLE = "ISOBATCH_RELAY_STATUS"
 LINE_MARK = "\x1eisobatch\x1e"
 """Marks the lines of a child process that `auto` shows to the user."""
 SAID_AFTER_SECONDS = 10.0
+PIPE_COLUMNS = 100
+"""Characters of a line where no terminal limits them."""
 _PERIOD_SECONDS = 0.2
 _BAR_CELLS = 20
 _CLEAR = "\r\x1b[K"
@@ -61,6 +63,17 @@ def format_activity(activity: Activity, width: int, encoding: str = "utf-8") -> 
             break
         line += f"  {figure}"
     return line[:width]
+
+
+def columns(stream: TextIO | None = None) -> int:
+    """Characters of a line of a stream, by default of standard output."""
+    is_terminal = (stream or sys.stdout).isatty()
+    return shutil.get_terminal_size().columns if is_terminal else PIPE_COLUMNS
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows as lines for standard output with their columns below each other."""
+    return "\n".join(aligned(rows, columns()))
 
 
 def _write(stream: TextIO, text: str) -> None:
@@ -197,6 +210,8 @@ class Console:
             self.stream.write(text + "\n")
         if self.quiet and not always:
             return
+        if not self.mark:  # else the parent process shows it
+            text = wrapped(text, columns(sys.stderr))
         with contextlib.suppress(OSError):  # standard error may be closed; training goes on
             print(self.mark + text.replace("\n", f"\n{self.mark}"), file=sys.stderr, flush=True)
 
@@ -245,14 +260,14 @@ def format_metrics(metrics: Mapping[str, Any], form: str) -> str:
 def print_lines(*lines: object, quiet: bool = False) -> None:
     """Print lines for the user on standard error, unless --quiet."""
     for line in () if quiet else lines:
-        print(printable(line), file=sys.stderr)
+        print(wrapped(printable(line), columns(sys.stderr)), file=sys.stderr)
 
 
 def fitted(text: str) -> str:
     """A text for a person with its long lines broken: at 80 columns on a terminal, and never beyond its own
     width; in a pipe at 100. A line in two columns goes on in the second.
     """
-    width = min(80, shutil.get_terminal_size().columns) if sys.stdout.isatty() else 100
+    width = min(80, columns()) if sys.stdout.isatty() else PIPE_COLUMNS
     lines = []
     for line in text.splitlines():
         column = next(re.finditer(r" *(?:\S+(?: \S+)* {2,})?", line)).end()

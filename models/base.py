@@ -267,6 +267,8 @@ class Task(ABC):
     its good direction, min or max."""
     plot_every: int = 0
     """Steps between drawings of the run's figures into plots/, also at the end; 0 draws none unasked."""
+    follow_ups: ClassVar[tuple[str, ...]] = ("verify {run}", "report {run}", "replay {run} --step 1")
+    """Three commands to type when a run is done; {run} is its folder. `auto` gets its --data."""
     set_beside: ClassVar[tuple[str, ...]] = ()
     """What the names of metrics of baselines begin with, and of other ways to measure, as `popularity` in
     `popularity_hr@10`: a table sets them beside the model's own. Of two with one beginning the longer comes

@@ -56,6 +56,14 @@ RECURRENT_STEP_SECONDS = 5e-5
 """Forward and backward pass of one token of a recurrent layer on a GPU, however many rows (uncalibrated)."""
 
 
+RUN_ERROR = (0.8, 1.2)
+"""Measured over predicted time of a whole run, where this processor's rates are known: 25 of 27 runs lie
+within (`python -m benchmarks predictions`; the others were 0.78 and 1.66)."""
+UNMEASURED_ERROR, UNMEASURED_START = 2.5, 28.0
+"""Where no rate of the device was measured: the largest miss of a step's part, and the seconds that a start
+took longer, on an H200 whose constants were not its own (`make gpu`: 37.9 ms for 15.6; 33.3 s for 5.5)."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuConstants:
     """What training reaches on a GPU.

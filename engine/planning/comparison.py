@@ -1,13 +1,16 @@
-"""`plan --compare`: one recipe on several machines, side by side."""
+"""Plans as text: one in six lines with the table of its reasons, and one recipe on several machines."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from isobatch.core.errors import UserError
-from isobatch.core.measures import aligned, format_bytes, format_duration
+from isobatch.core.measures import format_duration, gigabytes, wrapped
+from isobatch.core.terminal import columns, fitted, table
+from isobatch.engine.planning.choices import fixed_loader_settings
 from isobatch.engine.planning.estimate import Estimate, Target, estimate
 
 PRICES = "a price is for an hour of one GPU (of the machine, where it has none); idle ones are paid too"
@@ -67,12 +70,12 @@ def compare(
 
 def format_comparison(found: Comparison) -> str:
     """The table and what follows from it."""
-    heads = ["machine", "fits", "GPUs used", "a step", "whole run", "memory"]
+    heads = ["machine", "fits", "GPUs used", "a step", "whole run", "memory, GB"]
     heads += ["an hour", "cost"] if found.prices else []
     heads += [] if found.deadline is None else [f"within {format_duration(found.deadline)}"]
     rows = [heads, *(_cells(e, found) for e in found.estimates)]
     reasons = [f"{e.target.name}: {e.why_not}" for e in found.estimates if not e.plan]
-    return "\n".join([*(f"  {line}" for line in aligned(rows)), "", *reasons, *_conclusions(found)])
+    return "\n".join([table(rows), "", wrapped("\n".join([*reasons, *_conclusions(found)]), columns())])
 
 
 def _cells(e: Estimate, found: Comparison) -> list[str]:
@@ -84,7 +87,7 @@ def _cells(e: Estimate, found: Comparison) -> list[str]:
             f"{e.plan.processes} of {device}" if device else "none",
             f"{e.plan.predicted_step_seconds:.3g} s",
             short_duration(e.seconds) + ("" if e.plan.calibrated else " ~"),
-            f"{format_bytes(e.plan.predicted_peak_memory_bytes)} of {format_bytes(e.memory)}",
+            f"{gigabytes(e.plan.predicted_peak_memory_bytes)[:-3]} of {gigabytes(e.memory)[:-3]}",
         ]
     if found.prices:
         price = "no price" if e.price is None else f"{e.price:.2f}"
@@ -114,10 +117,92 @@ def _conclusions(found: Comparison) -> list[str]:
 
 
 def format_cost(cost: float) -> str:
-    """A cost with at least two figures."""
-    return f"{cost:.2f}" if cost >= 0.1 else f"{cost:.2g}"
+    """A cost with at least two figures, from 1,000 on without a fraction."""
+    return f"{cost:,.0f}" if cost >= 1000 else f"{cost:.2f}" if cost >= 0.1 else f"{cost:.2g}"
 
 
 def short_duration(seconds: float) -> str:
-    """A duration, below a minute with a tenth of a second."""
+    """A duration, below a minute with a tenth of a second, from 100 hours on in days."""
+    if seconds >= 360_000:
+        return f"{seconds / 86400:,.0f} days"
     return f"{seconds:.1f} s" if seconds < 60 else format_duration(seconds)
+
+
+BUSY = 1.2
+"""Stretched by so much, a run is slower than predictions miss."""
+INTERNAL = ("predicted_step_seconds", "micro_batch_cost")
+"""Fields of the plan that are for programs, or stand in a sentence below."""
+EXACTNESS = {
+    "exact": "same curve on any machine and cut, but for the order of float sums",
+    "rounding": "{} rounded to levels: another cut moves few values by one level",
+    "precision": "close, not exact: in {} another cut rounds differently",
+    "noise": "alike, not exact: another cut draws other random numbers",
+}
+"""Invariance -> what it means for who trains elsewhere; with the number format."""
+
+
+def six_lines(found: Estimate, deadline: float | None = None) -> str:
+    """Memory, devices, time, cost, how the batch is cut, and how exact that is: 80 characters at most."""
+    plan, recipe, (used, there) = found.plan, found.target.recipe, found.used
+    assert plan is not None
+    memory = [n / 1e9 for n in (plan.predicted_peak_memory_bytes, found.memory)]
+    unit = "CPU cores" if plan.device == "cpu" else "GPU" if there == 1 else "GPUs"
+    idle = f"{there - used} idle: more would gain too little" if there > used else "none idle"
+    busy = f"; busy now: {found.stretch:.1f} times as long" if found.stretch >= BUSY else ""
+    seconds = (found.seconds or 0, *found.interval)
+    time = "{} ({} to {})".format(*map(short_duration, seconds))
+    if deadline is not None:
+        time += f", {'within' if found.meets(deadline) else 'NOT within'} {short_duration(deadline)}"
+    time += " if the machine is idle" if found.is_measured else ", uncalibrated"
+    cost = "not known: plan --price 2.10/h says it; plan --why all reasons"
+    if (price := found.price) is not None:
+        costs = (format_cost(price * one / 3600) for one in seconds)
+        cost = "{} ({} to {}) at {:.2f} an hour".format(*costs, price)
+        cost += "; idle too" if there > used else ""
+    longest = math.ceil(found.target.facts.longest / plan.pad_multiple) * plan.pad_multiple
+    share = math.ceil(recipe.batch_size / plan.processes)
+    micro = min(plan.micro_batch_samples, max(1, plan.micro_batch_tokens // longest), share)
+    cut = f"micro-batch {micro} x {math.ceil(share / micro)} accumulated"
+    lines = [
+        f"memory     fits: {memory[0]:.2f} of {memory[1]:.2f} GB, {memory[1] - memory[0]:.2f} GB to spare",
+        f"devices    {used} of {there} {unit} used, {idle}{busy}",
+        f"time       {time}",
+        f"cost       {cost}",
+        f"batch      {plan.strategy}: {cut}, {recipe.batch_size} a step, {found.steps:,} steps",
+        "exactness  " + EXACTNESS[plan.invariance].format(plan.precision),
+    ]
+    return fitted("\n".join(lines))
+
+
+def reasons(found: Estimate) -> str:
+    """Every field of the plan with its reason, and the parts of the whole run's time."""
+    recipe, facts, plan, seconds = found.target.recipe, found.target.facts, found.plan, found.seconds
+    assert plan is not None
+    assert seconds is not None
+    shown: dict[str, tuple[Any, str]] = {}
+    for name, value in plan.to_dict().items():
+        if name in plan.reasons and name not in INTERNAL:
+            shown[name] = (value, plan.reasons[name])
+        if name == "pin_memory":  # the last of the loader's fields
+            shown |= fixed_loader_settings(plan)
+    parts = (f"{n} {short_duration(p)}" for n, p in found.parts.items() if p >= 0.01 * seconds)
+    lines = [
+        f"recipe {recipe.hash()}: {recipe.task}, global batch {recipe.batch_size},"
+        f" {facts.samples['train']:,} samples of up to {facts.longest} tokens",
+        "",
+        table([(name, _cell(name, v), why) for name, (v, why) in shown.items()]),
+        "",
+        f"a step: {plan.predicted_step_seconds:.3g} s; the whole run: {', '.join(parts)}",
+        *([f"prices: {PRICES}"] if found.price is not None else []),
+    ]
+    return wrapped("\n".join(lines), columns())
+
+
+def _cell(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if name.endswith("_bytes") and value is not None:
+        return gigabytes(value)
+    if isinstance(value, dict):
+        return ", ".join(f"{stage} {peak / 1e9:.2f}" for stage, peak in value.items())
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from isobatch.engine.machine.ceilings import ceilings_of
 from isobatch.engine.machine.gpu_table import named_model
 from isobatch.engine.machine.hardware import Hardware
 from isobatch.engine.optimization.schedule import PhaseSchedule, schedules_of
-from isobatch.engine.planning.calibration import gpu_constants
+from isobatch.engine.planning import calibration
 from isobatch.engine.planning.choices import compile_seconds
 from isobatch.engine.planning.cost_model import steps_per_epoch
 from isobatch.engine.planning.planner import make_plan
@@ -96,6 +97,39 @@ class Estimate:
         return sum(self.parts.values()) if self.plan else None
 
     @property
+    def is_measured(self) -> bool:
+        """Whether the times rest on rates of this device; those of a processor are measured where it is."""
+        is_here = self.target.hardware.source == "detected"
+        return self.plan is not None and self.plan.calibrated and (is_here or self.plan.device != "cpu")
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Seconds that the whole run may take on an idle machine, by what predictions have missed."""
+        seconds = self.seconds or 0.0
+        if self.is_measured:
+            return calibration.RUN_ERROR[0] * seconds, calibration.RUN_ERROR[1] * seconds
+        start = calibration.UNMEASURED_START if self.plan and self.plan.device == "cuda" else 0.0
+        return seconds / calibration.UNMEASURED_ERROR, seconds * calibration.UNMEASURED_ERROR + start
+
+    @property
+    def used(self) -> tuple[int, int]:
+        """(GPUs that compute, GPUs there are), or cores on a processor."""
+        hardware, plan = self.target.hardware, self.plan
+        assert plan is not None
+        if plan.device != "cpu":
+            return min(plan.processes, self.target.recipe.batch_size), max(plan.processes, hardware.devices)
+        cores = hardware.cpus * hardware.nodes
+        return min(cores, plan.processes * plan.threads), cores
+
+    @property
+    def stretch(self) -> float:
+        """How many times as long the run takes beside what runs on this machine now, at a fair share of its
+        cores by the load of the last minute; 1 on others, and where a GPU computes.
+        """
+        on_cores = self.target.hardware.source == "detected" and self.plan and self.plan.device == "cpu"
+        return 1 + os.getloadavg()[0] / (os.cpu_count() or 1) if on_cores else 1.0
+
+    @property
     def memory(self) -> int:
         """Bytes of the device that a process trains on."""
         hardware = self.target.hardware
@@ -126,6 +160,8 @@ class Estimate:
             "steps": self.steps,
             "step_seconds": plan and plan.predicted_step_seconds,
             "run_seconds": self.seconds,
+            "run_seconds_interval": plan and self.interval,
+            "stretch_by_load": plan and round(self.stretch, 2),
             "run_seconds_by_part": plan and {name: round(part, 3) for name, part in self.parts.items()},
             "peak_memory_bytes": plan and plan.predicted_peak_memory_bytes,
             "memory_bytes": self.memory,
@@ -159,7 +195,7 @@ def run_time(target: Target, plan: Plan, size: ModelSize) -> tuple[int, dict[str
     # Where a phase rounds, its first steps are computed twice before.
     first = FIRST_STEP + (2 * REHEARSED_STEPS if size.rounds else 0)
     start = START_SECONDS + (CHILDREN_SECONDS if plan.processes > 1 else 0.0)
-    constants = gpu_constants(target.hardware.gpu.card if target.hardware.gpus else None)
+    constants = calibration.gpu_constants(target.hardware.gpu.card if target.hardware.gpus else None)
     lengths = {math.ceil(n / plan.pad_multiple) for n in facts.lengths}
     return steps, {
         "start": start + size.weight_bytes / LOAD_BANDWIDTH + first * step,

@@ -7,7 +7,7 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from isobatch.core.measures import format_bytes
+from isobatch.core.measures import format_bytes, gigabytes
 from isobatch.core.optimizers import OPTIMIZERS, OWN
 from isobatch.core.plan import StrategyName, size_of
 from isobatch.core.strategies import STRATEGIES, traits_of
@@ -263,7 +263,7 @@ def why_strategy(case: PlanningCase, chosen: ParallelLayout) -> str:
         return case.asked.why("strategy")
     if strategy == "ddp":
         return f"the whole model fits on each of {processes} processes"
-    memory = format_bytes(device_memory(case, processes))
+    memory = gigabytes(device_memory(case, processes))
     then = "stay in host memory" if chosen.choices.traits.offloads else "are partitioned"
     return f"weights, gradients and moments {then}: whole they do not fit into {memory}, or are slower"
 
@@ -286,8 +286,8 @@ def why_samples(case: PlanningCase) -> str:
 
 
 def why_tokens(case: PlanningCase, chosen: ParallelLayout) -> str:
-    limit = format_bytes(memory_limit(case, chosen.choices.processes))
-    memory = format_bytes(device_memory(case, chosen.choices.processes))
+    limit = gigabytes(memory_limit(case, chosen.choices.processes))
+    memory = gigabytes(device_memory(case, chosen.choices.processes))
     return {
         "memory": f"fills the {limit} that may be used of {memory}",
         "batch": f"holds a process's share of the global batch, which fits into {limit}",

@@ -170,7 +170,7 @@ def _prediction_fields(case: PlanningCase, chosen: ParallelLayout) -> PlanFields
         "predicted_peak_memory_bytes": (stages[worst], f"the peak of the stage {worst}; {basis}"),
         "memory_bound_bytes": (chosen.most, bound),
         "device_memory_bytes": (memory, of),
-        "predicted_memory_by_stage": (stages, "the peak of each stage by itself"),
+        "predicted_memory_by_stage": (stages, "the peak of each stage by itself, in GB"),
         "predicted_step_seconds": (chosen.seconds, f"arithmetic, launches, exchange and update; {basis}"),
         "calibrated": (measured, basis),
     }

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from isobatch.core.errors import DONE, UserError
 from isobatch.core.flags import flags_of
-from isobatch.core.measures import printable
+from isobatch.core.measures import printable, wrapped
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import Recipe
-from isobatch.core.terminal import format_metrics, print_answer, print_lines
+from isobatch.core.terminal import columns, format_metrics, print_answer, print_lines, table
+from isobatch.data.base import Data
 from isobatch.data.streaming.store import refuse_secrets
 from isobatch.engine import consent
 from isobatch.engine.optimization.left_out import ASKED, leave_out
@@ -23,7 +25,8 @@ from isobatch.engine.trainer.decay import decayed
 from isobatch.launch.clusters.cluster import refuse_if_in_a_job
 from isobatch.launch.local import launch_run, run_setup
 from isobatch.launch.local.arguments import parse_sweep, request_text, sort_flags, split_words, task_name
-from isobatch.launch.report.tables import table_beside, text_table
+from isobatch.launch.report.tables import table_beside
+from isobatch.models.protocols import PredictsBatches
 
 
 def auto(words: Sequence[str]) -> int:
@@ -52,7 +55,7 @@ def auto(words: Sequence[str]) -> int:
 
         return train_sweep(points, options)
     run, verdict = launch_run.find_or_train(request, trust=options.trust)
-    return _print_result(run, verdict.code, options.json)
+    return _print_result(run, verdict.code, options.json, request.run.quiet)
 
 
 def resume(words: Sequence[str]) -> int:
@@ -81,7 +84,7 @@ def resume(words: Sequence[str]) -> int:
             launch_run.steps_to_skip(run, options.skip_step)
             raise UserError(f"--skip-step {options.skip_step}: {run.folder} is done: train it anew without")
         print_lines(f"{run.folder} is done", quiet=run_options.quiet)
-        return _print_result(run, DONE, options.json)
+        return _print_result(run, DONE, options.json, run_options.quiet)
     refuse_if_in_a_job(run)
     consent.require(run.recipe, run.folder, options.trust, run_options)
     with run.lock("launch"):
@@ -93,7 +96,8 @@ def resume(words: Sequence[str]) -> int:
         asked = workload_of(recipe).plan_options(recipe.preset, values["plan"])
         plan = run_setup.plan_for_training(recipe, run.facts, asked, run_options.quiet, run)
         run_setup.store_plan(run, plan)
-        return _print_result(run, launch_run.launch_run(run, run_options).code, options.json)
+        code = launch_run.launch_run(run, run_options).code
+        return _print_result(run, code, options.json, run_options.quiet)
 
 
 def _here(named: str, typed: Mapping[str, Any], trust: bool) -> RunFolder:
@@ -136,12 +140,26 @@ def _remember_typed(run: RunFolder, typed: Mapping[str, Any]) -> None:
     consent.remember_options(run.recipe, RunOptions(**named))
 
 
-def _print_result(run: RunFolder, code: int, as_json: bool) -> int:
+def _print_result(run: RunFolder, code: int, as_json: bool, quiet: bool) -> int:
     if as_json:
         print_answer(run.summary() or {"status": run.status()}, "", as_json=True)
     elif code == DONE:
         print_outcome(run)
+    if code == DONE:
+        print_lines("next:", *next_lines(run), quiet=quiet)
     return code
+
+
+def next_lines(run: RunFolder) -> list[str]:
+    """Commands to type next, as the run's task names them; of new rows first where the task reads such."""
+    task, data = workload_of(run.recipe).make(run.recipe)
+    given, commands = run.recipe.data or "demo", [*task.follow_ups]
+    reads = isinstance(task, PredictsBatches) and type(data).read_rows is not Data.read_rows
+    if reads and Path(given).is_file():
+        commands.insert(0, f"predict {{run}} --file {shlex.quote(given)}")
+    told = [words.format(run=shlex.quote(str(run.folder))) for words in commands[:3]]
+    more = f" --data {shlex.quote(given)}"
+    return [f"  isobatch {words}{more if words.startswith('auto') else ''}" for words in told]
 
 
 def print_outcome(run: RunFolder) -> None:
@@ -153,6 +171,6 @@ def print_outcome(run: RunFolder) -> None:
     figures = format_metrics(rest, ".4g")
     status, steps, split = (summary.get(k) for k in ("status", "steps", "split"))
     measured = f", {split}: {figures}" if split else ", nothing was measured" if status == "done" else ""
-    print(printable(f"{run.folder}: {status}, {steps} steps{measured}"))
+    print(wrapped(printable(f"{run.folder}: {status}, {steps} steps{measured}"), columns()))
     if beside:
-        print(printable(text_table(beside, 110)))
+        print(printable(table(beside)))

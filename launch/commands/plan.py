@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from isobatch.core.errors import UserError
-from isobatch.core.measures import format_bytes, format_duration, parse_duration
+from isobatch.core.measures import parse_duration
 from isobatch.core.number_ranges import Count, Positive
 from isobatch.core.terminal import print_answer, print_lines
 from isobatch.engine.loading.prepare import assumed_facts
@@ -17,14 +17,12 @@ from isobatch.engine.machine.detect import detect
 from isobatch.engine.machine.hardware import Hardware, parse_hardware
 from isobatch.engine.planning import comparison
 from isobatch.engine.planning.choices import fixed_loader_settings
-from isobatch.engine.planning.estimate import Estimate, Target, estimate, parse_prices
+from isobatch.engine.planning.estimate import Target, estimate, parse_prices
 from isobatch.launch.local.arguments import Request, parse_request
 from isobatch.launch.local.run_setup import AnswerOptions, prepared_facts
 
 HERE = "here"
 """The name of the machine that this command runs on."""
-INTERNAL = ("predicted_step_seconds", "micro_batch_cost")
-"""Fields of the plan that are for programs, or stand in a sentence below."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +37,8 @@ class PlanCommandOptions(AnswerOptions):
     """Machines side by side, as in rtx4080-laptop,8xa100-80gb,4x8xh100 (here: this one)."""
     price: str | None = None
     """What an hour of one GPU costs, as in 2.10/h; of several cards: h100=2.10,t4=0.35."""
+    why: bool = False
+    """Every field of the plan with its reason, too."""
     deadline: str | None = None
     """Within which time the run should end, as in 6h, 90m or 1d12h."""
 
@@ -51,7 +51,9 @@ class PlanCommandOptions(AnswerOptions):
 
 
 def plan(words: Sequence[str]) -> int:
-    """Usage: plan --task TASK [--hardware 8xh100 | --compare A,B] [--price P] [--deadline 6h] [--json]"""
+    """Usage: plan --task TASK [--hardware 8xh100 | --compare A,B] [--price P] [--deadline 6h]
+    [--why] [--json]
+    """
     request = parse_request(words, "plan", PlanCommandOptions)
     return show_plan(request, PlanCommandOptions(**request.extra))
 
@@ -81,7 +83,8 @@ def plan_of(request: Request, options: PlanCommandOptions) -> tuple[dict[str, An
         "run": found.to_dict(deadline),
         "loader": {name: {"value": value, "reason": reason} for name, (value, reason) in loader.items()},
     }
-    return answer, format_plan(found, deadline)
+    text = comparison.six_lines(found, deadline)
+    return answer, f"{text}\n\n{comparison.reasons(found)}" if options.why else text
 
 
 def compare_machines(request: Request, options: PlanCommandOptions) -> tuple[dict[str, Any], str]:
@@ -123,49 +126,6 @@ def _machine(name: str, flag: str) -> Hardware:
         return detect() if name.lower() == HERE else parse_hardware(name)
     except UserError as error:
         raise UserError(str(error).replace("--hardware", flag, 1)) from None
-
-
-def format_plan(found: Estimate, deadline: float | None) -> str:
-    """The text of `plan`."""
-    recipe, facts, chosen, seconds = found.target.recipe, found.target.facts, found.plan, found.seconds
-    assert chosen is not None
-    assert seconds is not None
-    shown: dict[str, tuple[Any, str]] = {}
-    for name, value in chosen.to_dict().items():
-        if name in chosen.reasons and name not in INTERNAL:
-            shown[name] = (value, chosen.reasons[name])
-        if name == "pin_memory":  # the last of the loader's fields
-            shown |= fixed_loader_settings(chosen)
-    width = max(map(len, shown))
-    basis = "" if chosen.calibrated else f" ({chosen.reasons['calibrated']})"
-    memory = format_bytes(chosen.predicted_peak_memory_bytes)
-    parts = (f"{n} {comparison.short_duration(p)}" for n, p in found.parts.items() if p >= 0.01 * seconds)
-    whole = f"the whole run: {found.steps:,} steps, {comparison.short_duration(seconds)} ({', '.join(parts)})"
-    if found.cost is not None and found.price is not None:
-        whole += f", {comparison.format_cost(found.cost)} at {found.price:.2f} an hour"
-    if deadline is not None:
-        whole += f"; {'within' if found.meets(deadline) else 'NOT within'} {format_duration(deadline)}"
-    lines = [
-        f"recipe {recipe.hash()}: {recipe.task}, global batch {recipe.batch_size},"
-        f" {facts.samples['train']:,} samples of up to {facts.longest} tokens",
-        "",
-        *(f"  {name:<{width}}  {_format_value(name, v)!s:<12}  {why}" for name, (v, why) in shown.items()),
-        "",
-        f"predicted: {chosen.predicted_step_seconds:.3g} s a step, {memory} per process{basis}",
-        whole,
-        *([f"prices: {comparison.PRICES}"] if found.price is not None else []),
-    ]
-    return "\n".join(lines)
-
-
-def _format_value(name: str, value: Any) -> Any:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    if name.endswith("_bytes") and value is not None:
-        return format_bytes(value)
-    if isinstance(value, dict):
-        return ", ".join(f"{stage} {format_bytes(peak)}" for stage, peak in value.items())
-    return f"{value:.3g}" if isinstance(value, float) else value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

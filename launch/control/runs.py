@@ -13,9 +13,9 @@ from typing import Any
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import value_text
-from isobatch.core.measures import aligned, format_duration
+from isobatch.core.measures import format_duration
 from isobatch.core.recipe import Recipe
-from isobatch.core.terminal import print_answer, print_lines
+from isobatch.core.terminal import print_answer, print_lines, table
 from isobatch.engine.optimization.schedule import schedules_of
 from isobatch.engine.planning.cost_model import steps_per_epoch
 from isobatch.engine.registry import TASKS, workload_of
@@ -126,20 +126,19 @@ def runs(words: Sequence[str]) -> int:
         try:  # one whose files are damaged is no reason not to show the others
             seen = view(RunFolder.open(run.folder), jobs.get(run.folder))
             rows.append(_row(seen))
-            lines.append((_cells(rows[-1]), _remark(seen, rows[-1]["reason"])))
+            lines.append((*_cells(rows[-1]), _remark(seen, rows[-1]["reason"])))
         except UserError as error:
             print_lines(f"isobatch: {error}")
-    cells, remarks = zip((HEAD, ""), *lines, strict=True)
-    table = map("".join, zip(aligned(cells), remarks, strict=True))
-    return print_answer({"runs": rows}, "\n".join(table) if rows else f"no runs in {folder}", options.json)
+    text = table([HEAD, *lines]) if rows else f"no runs in {folder}"
+    return print_answer({"runs": rows}, text, options.json)
 
 
-HEAD = ("run", "made", "task", "state", "steps", "result")
+HEAD = ("run", "made", "task", "state", "steps", "result", "")
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     steps = f"{row['step'] or 0}/{row['steps_total'] or '?'}"
-    made = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["made"]))
+    made = time.strftime("%m-%d %H:%M", time.localtime(row["made"]))
     name, value = row["metric"], row["metrics"].get(row["metric"])
     result = f"{row['split'] or ''} {name} {value:.4g}".lstrip() if isinstance(value, float | int) else ""
     return row["folder"], made, row["task"], row["state"], steps, result
@@ -147,9 +146,9 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 def _remark(seen: RunView, reason: str) -> str:
     """What belongs to one run alone, behind its line."""
-    eta = "" if seen.seconds_left is None else f"  ETA {format_duration(seen.seconds_left)}"
-    job = f"  job {seen.job.job} {seen.job}".rstrip() if seen.job.job else ""
-    return eta + job + (f"  {reason}" if seen.state == "failed" and reason else "")
+    eta = "" if seen.seconds_left is None else f"ETA {format_duration(seen.seconds_left)}"
+    job = f"job {seen.job.job} {seen.job}".rstrip() if seen.job.job else ""
+    return "  ".join(filter(None, (eta, job, reason if seen.state == "failed" else "")))
 
 
 def _row(seen: RunView) -> dict[str, Any]:
@@ -249,7 +248,8 @@ def differing_plans(runs: Sequence[RunFolder]) -> dict[str, list[Any]]:
 
 def as_table(found: Mapping[str, Any]) -> str:
     """The comparison as a table with a section for each part."""
-    cells = [["", *found["runs"]]]
+    names = [Path(place).name for place in found["runs"]]
+    cells = [["", *(names if len(set(names)) == len(names) else found["runs"])]]
     for part in ("recipe", "data", "plan", "metrics", "figures"):
         if found[part]:
             title = f"{part}, {found['split']}" if part == "metrics" and found["split"] else part
@@ -259,7 +259,7 @@ def as_table(found: Mapping[str, Any]) -> str:
         remark = "another protocol: metrics are not comparable" if found["data"] else ""
     else:
         remark = "the same recipe" + ("" if found["data"] else " and data")
-    return "\n".join([*aligned(cells), *([remark] if remark else [])])
+    return "\n".join([table(cells), *([remark] if remark else [])])
 
 
 def _cell(value: Any) -> str:

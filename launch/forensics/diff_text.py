@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from isobatch.launch.report.tables import in_words, text_table
+from isobatch.core.terminal import table
+from isobatch.launch.report.tables import in_words
 
 NAMES = ("A", "B")
 ORDERING = ("seed", "batch_size", "data", "train_fraction", "group_by_length", "mix")
@@ -23,7 +24,7 @@ def lines_of(found: Answer) -> list[str]:
     lines = [f"{name}: {place}" for name, place in zip(NAMES, found["runs"], strict=True)]
     differs = [item for part in ("recipe", "plan", "versions") for item in found[part].items()]
     rows = [[in_words(name), *map(_text, values)] for name, values in differs]
-    lines += ["", text_table([["what differs", *NAMES], *rows], 110)] if rows else []
+    lines += ["", table([["what differs", *NAMES], *rows])] if rows else []
     why_not = found.get("step", {}).get("why_not")
     lines += ["", f"the step was not redone: {why_not}"] if why_not else []
     return [*lines, "", found["verdict"]]

@@ -12,14 +12,13 @@ import numpy as np
 
 from isobatch.core.errors import UserError
 from isobatch.core.number_ranges import Positive
-from isobatch.core.terminal import doing, print_answer
+from isobatch.core.terminal import doing, print_answer, table
 from isobatch.engine.runs.log_reader import newest_rows
 from isobatch.engine.train.figures import is_step
 from isobatch.engine.verification.run_order import require_step
 from isobatch.engine.verification.windows import Window, window_to
 from isobatch.launch.local.redo_steps import plan_to_redo
 from isobatch.launch.local.run_setup import DataOptions, locate_data, open_single_run
-from isobatch.launch.report.tables import text_table
 
 if TYPE_CHECKING:
     from isobatch.engine.forensics.observed_step import ObservedStep
@@ -104,7 +103,7 @@ def lines_of(seen: ObservedStep) -> Iterator[str]:
 def _table(title: str, head: str, rows: list[list[str]]) -> Iterator[str]:
     more = f" (--json has all {len(rows):,})" if len(rows) > SHOWN else ""
     yield f"\n{title}{more}:"
-    yield text_table([head.split(", "), *rows[:SHOWN]], 110)
+    yield table([head.split(", "), *rows[:SHOWN]])
 
 
 def _beside(logged: float | None, found: float) -> str:

@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 from isobatch.core import atomic_files, terminal
+from isobatch.core.measures import wrapped
 from isobatch.core.package import LOOPBACK_SCRIPT, ROOT
 from isobatch.core.plan import Plan
 from isobatch.core.terminal import LINE_MARK
@@ -120,7 +121,8 @@ def relay_output(child: subprocess.Popen[bytes], log: Any) -> None:
             if not terminal.on_terminal():  # the workers say themselves what takes long
                 terminal.doing()
             with contextlib.suppress(OSError):  # the terminal may be closed; training goes on
-                sys.stderr.write(line[len(LINE_MARK.encode()) :].decode(errors="replace"))
+                said = line[len(LINE_MARK.encode()) :].decode(errors="replace")
+                sys.stderr.write(wrapped(said, terminal.columns(sys.stderr)))
                 sys.stderr.flush()
         elif line.startswith(terminal.STATUS_MARK.encode()):
             terminal.show_status_of_child(line.decode(errors="replace"))

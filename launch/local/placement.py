@@ -9,7 +9,7 @@ from typing import Any
 
 from isobatch.core.errors import UserError
 from isobatch.core.terminal import print_lines
-from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.engine.runs.run_folder import RunFolder, free_folder, run_name
 from isobatch.launch.local.arguments import Request, parse_request
 from isobatch.launch.local.run_setup import create_run, find_run, known_run
 
@@ -45,15 +45,20 @@ def processes_each(request: Request, flag: str, count: int, gpus: int) -> int:
     return asked // count if asked else max(1, gpus)
 
 
-def find_or_create(request: Request, family: str | None = None) -> RunFolder:
+def find_or_create(request: Request, family: str | None = None, makes: bool = True) -> RunFolder:
     """The run of a request on this data. `family`: the name of a sweep, whose runs are found by what they
-    learn.
+    learn. With `makes` False a new one is where it would be, and nothing is written.
     """
     facts, run = known_run(request)
     if run is None and family is not None:
         same = find_run(request, facts, any_name=True)
         run = same if same and same.folder.name.startswith(f"{family}-") else None
-    return RunFolder((run or create_run(request, facts)).folder.resolve())
+    if run is None and not makes:
+        out, name = Path(request.run.out).expanduser(), request.run.name
+        run = RunFolder(out / name if name else free_folder(out, run_name(request.recipe)))
+    run = RunFolder((run or create_run(request, facts)).folder.resolve())
+    run.facts = facts
+    return run
 
 
 def ends_of_logs(paths: Iterable[Path]) -> str:

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import io
 import re
-import shutil
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,20 +14,17 @@ from typing import Any, NamedTuple
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.extras import need
-from isobatch.core.measures import printable
-from isobatch.core.terminal import doing, print_answer
+from isobatch.core.measures import printable, wrapped
+from isobatch.core.terminal import columns, doing, print_answer, table
 from isobatch.engine.machine.detect import detect
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.local.arguments import read_command
 from isobatch.launch.local.run_setup import AnswerOptions, held_out, open_run
 from isobatch.launch.report import records
 from isobatch.launch.report.child_process import call_in_child
-from isobatch.launch.report.tables import baselines_tables, runs_table, text_table
+from isobatch.launch.report.tables import baselines_tables, runs_table
 from isobatch.models.encoder import report as comparison
 from isobatch.models.protocols import Drawing, ReportRow
-
-MOST_COLUMNS = 1000
-"""Characters of a line where no terminal limits them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,12 +74,11 @@ def write_report(runs: Sequence[RunFolder], folder: Path) -> Contents:
 
 
 def text_of(contents: Contents, folder: Path) -> str:
-    """What a command prints of a report: its summary, of tables the columns that there is room for."""
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else MOST_COLUMNS
+    """What a command prints of a report: its summary."""
     parts = (part for part in summary_parts(contents) if part.kind != "note")
-    said = [text_table(part.rows, width) if part.rows else part.text for part in parts]
+    said = [table(part.rows) if part.rows else part.text for part in parts]
     said.append(f"all figures: {folder}/report.html, as text {folder}/report.md")
-    return "\n\n".join(filter(None, said))
+    return wrapped("\n\n".join(filter(None, said)), columns())
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
-from isobatch.core.measures import aligned, format_bytes, printable
+from isobatch.core.measures import format_bytes, printable
+from isobatch.core.terminal import table
 from isobatch.models.encoder import problems
 from isobatch.models.encoder.export import copy_beside
 
@@ -121,4 +122,4 @@ def text_of(points: Sequence[Point], chosen: Point, choice: str, file: Path) -> 
         mark = ">" if one is chosen else "*" if one in best else ""
         times = (f"{ms:.2f}" for ms in one.milliseconds)
         rows.append([mark, one.name, f"{100 * one.score:.2f}", format_bytes(one.file_bytes), *times])
-    return "\n".join([*aligned(rows), f"* nothing beats it; > --choose {choice}: {file}"])
+    return f"{table(rows)}\n* nothing beats it; > --choose {choice}: {file}"

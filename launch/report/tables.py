@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from isobatch.core.measures import aligned, format_bytes
+from isobatch.core.measures import format_bytes
 from isobatch.engine.registry import TASKS, workload
 
 BEFORE = ("loss", "exact_match", "valid_tool_calls", "accuracy", "reward_accuracy")
@@ -60,13 +60,6 @@ def format_value(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(format_value, value))
     return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def text_table(rows: Sequence[Sequence[str]], width: int) -> str:
-    """Rows in aligned columns; the last columns are left out where the terminal is narrower."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    columns = max(1, sum(end - 2 <= width for end in itertools.accumulate(w + 2 for w in widths)))
-    return "\n".join(aligned([row[:columns] for row in rows]))
 
 
 def table_beside(metrics: Mapping[str, Any], task: str) -> tuple[list[list[str]], dict[str, Any]]:

@@ -17,8 +17,7 @@ from typing import Any
 from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, STOPPED
 from isobatch.core.flags import to_json_value
-from isobatch.core.measures import aligned
-from isobatch.core.terminal import print_answer, print_lines
+from isobatch.core.terminal import print_answer, print_lines, table
 from isobatch.engine.runs.run_folder import RunFolder, run_name
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 from isobatch.launch.local.arguments import Point, labelled
@@ -128,7 +127,7 @@ def format_sweep(found: Mapping[str, Any]) -> str:
         failed = f" ({row['failed']} failed)" if row["failed"] else ""
         name = Path(row["runs"][0]).name + others + failed
         cells.append([mark, *map(str, row["values"].values()), _figure(row, metric), name])
-    return "\n".join([*aligned(cells), "", *_legend(found)])
+    return "\n".join([table(cells), "", *_legend(found)])
 
 
 def _legend(found: Mapping[str, Any]) -> Iterator[str]:

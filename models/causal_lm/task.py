@@ -96,6 +96,7 @@ class CausalLM(Task):
     Options: ClassVar[type] = DistilledOptions
     data: ClassVar[type | str | None] = "data.text.dataset:Text"
     streamed: ClassVar = "data.streaming.text:StreamedText"
+    follow_ups: ClassVar = ('chat {run} "Hello"', "export {run} --to gguf", "verify {run}")
     exports: ClassVar = ("merged", "adapter", "gguf", "gguf-f32", "gguf-bf16", "gguf-q8_0", "gguf-adapter")
     defaults: ClassVar = {
         "model": "small",

@@ -89,6 +89,7 @@ class Classifier(Task):
     """Half of the steps at twice the rate: their product is how far weights can go."""
     demo: ClassVar[Mapping[str, Any]] = {"model": "tiny", "max_length": 64, "epochs": [8], "lr": 1e-3}
     measured_files: ClassVar[tuple[str, ...]] = (calibration.FILE,)
+    follow_ups: ClassVar = ('predict {run} "a" "b"', "report {run}", "auto --task pruning --teacher {run}")
     exports: ClassVar[tuple[str, ...]] = ("hf", "dense", "onnx", int8.DYNAMIC, int8.STATIC)
     forms: ClassVar[tuple[str, ...]] = ("torch", *exporting.ONNX_FILES)
 

@@ -66,6 +66,7 @@ class Pruning(DistilledClassifier):
     """
 
     Options: ClassVar[type] = PruningOptions
+    follow_ups: ClassVar = ('predict {run} "a" "b"', "report {run}", "auto --task qat --pruned {run}")
     defaults: ClassVar = {**DistilledClassifier.defaults, "epochs": [8], "patience": 5, "eval_every": "0.5ep"}
     fast: ClassVar[Mapping[str, Any]] = {
         **FAST,

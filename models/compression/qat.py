@@ -53,6 +53,7 @@ class QAT(DistilledClassifier):
 
     Options: ClassVar[type] = QATOptions
     initial_model_option: ClassVar[str] = "pruned"
+    follow_ups: ClassVar = ('predict {run} "a" "b"', "report {run}", "export {run} --to onnx")
     exports: ClassVar[tuple[str, ...]] = ("hf", "dense", "onnx", "onnx-int8", "onnx-int4")
     defaults: ClassVar[Mapping[str, Any]] = {**DistilledClassifier.defaults, "epochs": [2], "batch_size": 16}
     fast: ClassVar = {**FAST, "epochs": [0.3], "batch_size": 32, "distill_hidden": False, "least_steps": 250}

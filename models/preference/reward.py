@@ -61,6 +61,7 @@ class RewardModel(PairTask):
     """
 
     Options: ClassVar = RewardOptions
+    follow_ups: ClassVar = ('predict {run} "a prompt" "an answer"', "verify {run}", "report {run}")
     figures: ClassVar = ("reward_accuracy", "reward_margin", "chosen_reward", "rejected_reward")
     data: ClassVar = "data.preferences.dataset:Preferences"
     defaults: ClassVar = {**PairTask.defaults, "lr": 1e-5}

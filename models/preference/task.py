@@ -91,6 +91,7 @@ class LanguageModelTask(OnLanguageModel):
     """A causal language model that learns by another loss."""
 
     exports: ClassVar = CausalLM.exports
+    follow_ups: ClassVar = CausalLM.follow_ups
 
     build_model: Any = PassedOn()
     build_model_on: Any = PassedOn()

@@ -106,6 +106,7 @@ class Recommender(Task):
     Options: ClassVar = RecommenderOptions
     data: ClassVar = "data.interactions.dataset:Interactions"
     measured_files: ClassVar = (BASELINES_FILE,)
+    follow_ups: ClassVar = ("serve {run}", "recommend {run} --out a", "auto --task recommender --from {run}")
     exports: ClassVar = ("onnx", "vectors", "vectors-als")
     set_beside: ClassVar = (*(f"full_{one}" for one in BASELINES), "full", *BASELINES)
     defaults: ClassVar = {

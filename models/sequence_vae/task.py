@@ -126,6 +126,7 @@ class SequenceVAE(Task):
     Options: ClassVar = SequenceVAEOptions
     data: ClassVar = "data.sequences:Sequences"
     forms: ClassVar = ("torch",)
+    follow_ups: ClassVar = ("vae sample {run}", 'vae interpolate {run} "a" "b"', "report {run}")
     defaults: ClassVar = {
         "batch_size": 32,
         "max_length": 128,

@@ -283,7 +283,7 @@ def test_the_slurm_jobs_are_printed(examples: Path) -> None:
         done = succeed(*words, cwd=examples)
         assert words[0] == "runs" or done.stdout.startswith("#!/bin/bash\n#SBATCH --job-name=")
     assert [words[0] for words in commands] == ["slurm"] * 4 + ["runs"]
-    assert (examples / "runs" / "two-nodes" / "slurm" / "job.sh").is_file()
+    assert not (examples / "runs" / "two-nodes").exists()
 
 
 THIRD_PLACE = (

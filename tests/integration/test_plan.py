@@ -53,8 +53,9 @@ def test_every_task_is_planned_by_an_assumed_length(task: str, tmp_path: Path) -
 
 def test_plan_says_why_the_loader_is_as_it_is(tmp_path: Path) -> None:
     words = ["--workers", "4", "--persistent-workers", "--use_dynamic_padding", "--prefetch_factor", "3"]
-    done = succeed("plan", "--task", RAGGED, *words, cwd=tmp_path)
-    rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines() if len(line.split()) > 2}
+    done = succeed("plan", "--task", RAGGED, *words, "--why", cwd=tmp_path)
+    told = [line.split() for line in done.stdout.splitlines() if len(line.split()) > 2 and line[0] != " "]
+    rows = {name: rest for name, *rest in told}
     settings = ("workers", "prefetch", "pin_memory", "persistent_workers", "dynamic_padding")
     assert [rows[name][0] for name in settings] == ["4", "3", "off", "on", "on"]
     assert all(len(rows[name]) > 3 for name in settings)

@@ -165,5 +165,5 @@ def test_dump_config_and_dry_run_train_nothing(
     assert auto(["--task", "causal-lm", "--dump-config"]) == 0
     assert "batch_size: 16 " in capsys.readouterr().out
     assert auto(["--task", "causal-lm", "--dry-run"]) == 0
-    assert "the whole run:" in capsys.readouterr().out
+    assert "memory     fits: " in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []

@@ -36,11 +36,14 @@ def made(folder: Path, accuracy: float | None, data: str = "f", **changes: Any) 
     return run
 
 
-def test_the_table_says_the_tasks_own_metric(tmp_path: Path, capsys: Say) -> None:
+def test_the_table_says_the_tasks_own_metric(
+    tmp_path: Path, capsys: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     made(tmp_path / "a", 0.8, lr=1e-3)
     made(tmp_path / "b", 0.9, lr=2e-3, seed=3)
     made(tmp_path / "c", None, lr=2e-3, seed=3, data="other")
-    assert runs([str(tmp_path)]) == 0
+    assert runs(["."]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.split()[:4] == ["run", "made", "task", "state"]
     assert "accuracy 0.8" in lines[0]

@@ -1,7 +1,12 @@
-"""Prices, deadlines, machines side by side."""
+"""A plan in six lines and its reasons; prices, deadlines, machines side by side."""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +16,9 @@ from isobatch.core.facts import Facts
 from isobatch.core.measures import parse_duration
 from isobatch.core.plan import PlanOptions
 from isobatch.engine.machine.hardware import parse_hardware
-from isobatch.engine.planning.comparison import Comparison, compare, format_comparison
-from isobatch.engine.planning.estimate import (
-    Target,
-    parse_prices,
-    price_per_hour,
-)
+from isobatch.engine.planning import calibration, estimate
+from isobatch.engine.planning.comparison import Comparison, compare, format_comparison, reasons, six_lines
+from isobatch.engine.planning.estimate import Target, parse_prices, price_per_hour
 from isobatch.engine.registry import workload
 
 CAUSAL_LM = workload("causal-lm")
@@ -109,3 +111,55 @@ def test_what_fits_nowhere_says_why_on_the_largest() -> None:
     why = r"fits none of them; t4: --assume-length: one sample of 200000 .*; lower --assume-length, take"
     with pytest.raises(UserError, match=why):
         compare("--compare t4,rtx3050-laptop", long, {}, None)
+
+
+MACHINES = (
+    "rtx4080-laptop",
+    "8xa100-80gb",
+    "4x8xh100",
+    "72x8xh200",
+    "t4",
+    "cpu:2x24gb",
+    "cpu:256x1024gb",
+    "mps",
+)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_plan_is_six_lines_of_80_characters_in_one_unit_of_memory(machine: str) -> None:
+    """Short runs and runs of years, cheap and dear, in time or not; the reasons keep to a pipe's 100."""
+    for steps, price, deadline in itertools.product((2, 500_000), (None, "99.99"), (None, 1.0, 1e7)):
+        found = estimate.estimate(target(machine, steps=[steps], batch_size=64), parse_prices(price))
+        lines = six_lines(found, deadline).splitlines()
+        names = ["memory", "devices", "time", "cost", "batch", "exactness"]
+        assert [line.split()[0] for line in lines] == names, lines
+        assert max(map(len, lines)) <= 80, lines
+        assert ("an hour" if price else "--price") in lines[3]
+        table = reasons(found)
+        assert max(map(len, table.splitlines())) <= 100
+        assert not re.search(r"\d [KM]?B\b", table + lines[0])
+
+
+def test_the_interval_of_a_measured_processor_is_that_of_the_measured_runs() -> None:
+    file = Path(__file__).parents[2] / "benchmarks" / "results" / "predictions-amd-epyc.json"
+    rows = json.loads(file.read_text())["rows"]
+    missed = [row["cold measured run"] / row["cold run"] for row in rows if "cold run" in row]
+    low, high = calibration.RUN_ERROR
+    assert sum(low <= one <= high for one in missed) == 25
+    assert len(missed) == 27
+
+
+def test_a_wide_interval_says_uncalibrated_and_a_busy_machine_how_much_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = estimate.estimate(target("h100"), {})
+    low, high = found.interval
+    assert (low * 2, high) < (found.seconds, 2 * high)
+    assert "uncalibrated" in six_lines(found)
+    here = dataclasses.replace(parse_hardware("cpu:2x24gb"), source="detected")
+    monkeypatch.setattr(estimate.os, "getloadavg", lambda: (3.0, 0.0, 0.0))
+    monkeypatch.setattr(estimate.os, "cpu_count", lambda: 2)
+    assert "busy" not in six_lines(estimate.estimate(target("cpu:2x24gb"), {}))
+    found = estimate.estimate(dataclasses.replace(target("cpu:2x24gb"), hardware=here), {})
+    assert found.is_measured
+    assert "busy now: 2.5 times as long" in six_lines(found)

@@ -55,22 +55,36 @@ def test_what_is_wrong_is_said_before_anything_is_made(
     assert not list(tmp_path.iterdir())
 
 
-def test_the_script_is_printed_and_its_run_is_ready(tmp_path: Path) -> None:
-    words = ["slurm", "--task", LINE, "--cpu", "--nodes", "2", "--time", "00:03:00", "--name", "r"]
+def test_a_printed_script_has_a_plan_and_makes_nothing_and_a_submitted_one_its_run(tmp_path: Path) -> None:
+    words = ["slurm", "--task", LINE, "--cpu", "--nodes", "2", "--time", "00:00:05", "--name", "r"]
     done = launch(*words, cwd=tmp_path, PATH="/usr/bin/nowhere")
     assert done.returncode == 0, done.stderr
+    assert not list(tmp_path.iterdir())
+    assert "of 8 CPU cores used" in done.stderr  # 4 of each node, where sinfo does not say
+    assert re.search(r"--time 00:00:05: is too short for the run: about .*, \d+ legs or more", done.stderr)
+    refused = launch(*words, "--submit", cwd=tmp_path, PATH="/usr/bin/nowhere")
+    assert refused.returncode == 2
+    assert "there is no sbatch here" in refused.stderr
     run = RunFolder.open(tmp_path / "runs" / "r")
     assert done.stdout == (run.folder / "slurm" / "job.sh").read_text()
     request = JobRequest.read(run.folder)
     assert [plan_for_nodes(run, nodes, request).processes for nodes in (1, 2)] == [1, 2]
-    refused = launch(*words, "--submit", cwd=tmp_path, PATH="/usr/bin/nowhere")
-    assert refused.returncode == 2
-    assert "there is no sbatch here" in refused.stderr
+
+
+def test_gpus_that_are_worth_little_are_said_and_a_card_may_be_named_as_in_a_plan(tmp_path: Path) -> None:
+    words = ["slurm", "--task", LINE, "--nodes", "2", "--gpus-per-node", "4", "--time", "1:00:00"]
+    named = launch(*words, "--hardware", "8xh100", cwd=tmp_path, PATH="/usr/bin/nowhere")
+    assert "8 of 8 GPUs used, none idle" in named.stderr
+    assert "1 of the 8 GPUs would take" in named.stderr
+    unknown = launch(*words, cwd=tmp_path, PATH="/usr/bin/nowhere")
+    assert unknown.returncode == named.returncode == 0
+    assert "as in --hardware h100" in unknown.stderr
 
 
 def test_one_submission_of_a_run_at_a_time(tmp_path: Path) -> None:
     words = ["slurm", "--task", LINE, "--cpu", "--time", "00:03:00", "--name", "r"]
-    assert launch(*words, cwd=tmp_path, PATH="/usr/bin/nowhere").returncode == 0
+    words += ["--submit"]
+    assert launch(*words, cwd=tmp_path, PATH="/usr/bin/nowhere").returncode == 2  # there is no sbatch
     with RunFolder(tmp_path / "runs" / "r").lock("submit"):
         refused = launch(*words, cwd=tmp_path, PATH="/usr/bin/nowhere")
     assert refused.returncode == 2
@@ -98,6 +112,7 @@ def test_a_larger_sweep_remembers_a_smaller_one(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout), done.stderr
 
+    launch(*words, "--lr", "1e-2,3e-2", "--submit", cwd=tmp_path, PATH="/usr/bin/nowhere")  # makes them
     small, _ = sweep("--lr", "1e-2,3e-2")
     assert [Path(run).name for run in small["runs"]] == ["r-lr0.01", "r-lr0.03"]
     assert "#SBATCH --array=0,1\n" in small["script"]

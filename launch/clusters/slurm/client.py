@@ -172,15 +172,18 @@ def show(kind: Literal["job", "node"], name: str) -> dict[str, str]:
     return dict(re.findall(r"(\w+)=(\S*)", run_slurm("scontrol", "show", kind, name, seconds=10).stdout))
 
 
-def cpus_and_gpus(partition: str | None) -> list[tuple[int, int]]:
-    """(cores, GPUs) of each node of a partition, or of the default one; none where sinfo does not say."""
+def cpus_and_gpus(partition: str | None) -> list[tuple[int, int, str]]:
+    """(cores, GPUs, their card or "") of each node of a partition, or of the default one; none where sinfo
+    does not say.
+    """
     words = ("-p", partition) if partition else ()
     said = run_slurm("sinfo", "-h", "-N", *words, "-o", "%P|%c|%G", seconds=10).stdout.splitlines()
-    return [
-        (int(cpus), sum(map(int, re.findall(r"gpu\S*?:(\d+)", gres))))  # gpu:h100:8(S:0-1),nvme:2
-        for name, cpus, gres in (row.split("|") for row in said if row.count("|") == 2)
-        if partition or name.endswith("*")
-    ]
+    found = []
+    for name, cpus, gres in (row.split("|") for row in said if row.count("|") == 2):
+        if partition or name.endswith("*"):
+            gpus = re.findall(r"gpu(?::([^:,(]+))??:(\d+)", gres)  # gpu:h100:8(S:0-1),nvme:2
+            found.append((int(cpus), sum(int(n) for _, n in gpus), gpus[0][0] if gpus else ""))
+    return found
 
 
 def submit(script: Path) -> str:

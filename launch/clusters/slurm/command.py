@@ -11,10 +11,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import math
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,10 @@ from isobatch.core.errors import DONE, UserError
 from isobatch.core.flags import options_to_dict
 from isobatch.core.package import ROOT, own_command
 from isobatch.core.terminal import print_lines
+from isobatch.engine.machine.detect import detect
+from isobatch.engine.machine.hardware import parse_hardware
+from isobatch.engine.planning.comparison import short_duration, six_lines
+from isobatch.engine.planning.estimate import Target, estimate
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.clusters.cluster import refuse_if_in_a_job, whose_job
 from isobatch.launch.clusters.slurm import client, containers
@@ -101,33 +107,70 @@ def slurm(words: Sequence[str]) -> int:
     if options.submit and (silent := client.job_states(["1"]).get("1")) and silent.stage == "unknown":
         raise UserError(f"--submit: {silent.reason}")
     with contextlib.ExitStack() as locks:  # two submissions at once would make two jobs for a run
-        runs = _runs_to_submit(requests, name if in_array else None, in_array, locks)
+        family, kept = name if in_array else None, locks if options.submit else None
+        runs = _runs_to_submit(requests, family, in_array, kept)
         if runs:
-            _hand_in(runs, requests, _script(runs, name, options, in_array), options)
+            script, first = _script(runs, name, options, in_array), next(iter(runs))
+            _show_plan(requests[first], runs[first], script, options)
+            _hand_in(runs, requests, script, options)
         elif options.json:
             print(atomic_files.json_text({"job": None, "script": None, "path": None, "runs": []}))
     return DONE
 
 
 def _runs_to_submit(
-    requests: Mapping[int, Request], family: str | None, in_array: bool, locks: contextlib.ExitStack
+    requests: Mapping[int, Request], family: str | None, in_array: bool, locks: contextlib.ExitStack | None
 ) -> dict[int, RunFolder]:
-    """Number -> run, of those with something left to train. An array leaves runs in the jobs they are in."""
+    """Number -> run, of those with something left to train. An array leaves runs in the jobs they are in.
+
+    Runs are made where they are submitted; without `locks` they are only named.
+    """
     runs = {}
     for number, request in requests.items():
-        run = find_or_create(request, family)
+        run = find_or_create(request, family, makes=locks is not None)
         if run.status() == "done":
             print_lines(f"{run.folder} has this recipe and is done (--again for a new run)")
             continue
-        locks.enter_context(run.lock("submit"))
+        if locks is not None:
+            locks.enter_context(run.lock("submit"))
         if in_array and (fact := whose_job(run)):
             print_lines(f"{fact}: it stays there")
             continue
         refuse_if_in_a_job(run)
-        run.refuse_if_training()
-        run.write_options(request.run)
+        if locks is not None:
+            run.refuse_if_training()
+            run.write_options(request.run)
         runs[number] = run
     return runs
+
+
+def _show_plan(
+    request: Request, run: RunFolder, script: JobScript, options: slurm_options.SlurmOptions
+) -> None:
+    """Say what the job's nodes would make of the first run, as `plan` does, and whether --time is enough."""
+    say, here = partial(print_lines, quiet=request.run.quiet), detect()
+    machine = dataclasses.replace(here, kind="cpu", gpus=(), nodes=script.nodes, cpus=script.cpus)
+    if script.gpus:
+        cards = [options.hardware, *(node[2] for node in client.cpus_and_gpus(options.partition))]
+        named = next(filter(None, [*cards, *(gpu.card for gpu in here.gpus)]), "of a kind that is not known")
+        try:
+            machine = parse_hardware(f"{script.nodes}x{script.gpus}x{re.sub('^([0-9]+ ?x ?)+', '', named)}")
+        except UserError as error:
+            say(f"no plan, for want of the nodes' card, as in --hardware h100: {error}")
+            return
+    world = processes_each(request, "--nodes", script.nodes, script.gpus) * script.nodes
+    asked = dataclasses.replace(request.plan, processes=None)
+    machine = dataclasses.replace(machine, source="asked")
+    target = Target("nodes", request.workload, request.recipe, run.facts, machine, asked, world)
+    found, free = estimate(target, {}), estimate(dataclasses.replace(target, world=None), {})
+    say(six_lines(found) if found.plan else f"the plan: {found.why_not}")
+    if script.gpus and free.plan and free.plan.processes < world:
+        takes = short_duration(free.seconds or 0)
+        say(f"{free.plan.processes} of the {world} GPUs would take {takes}: more gain little for this batch")
+    limit, seconds = slurm_options.parse_time_limit(script.time), found.seconds or 0
+    if found.interval[1] > limit:
+        legs = f"about {short_duration(seconds)} by plan, {max(1, math.ceil(seconds / limit))} legs or more"
+        say(f"--time {script.time}: {'is' if seconds > limit else 'may be'} too short for the run: {legs}")
 
 
 def _hand_in(
@@ -136,22 +179,22 @@ def _hand_in(
     script: JobScript,
     options: slurm_options.SlurmOptions,
 ) -> None:
-    """Write the script of these runs, submit it where that is asked for, and say so."""
+    """Print the script of these runs; where that is asked for, write and submit it, and say so."""
     text, path, number = render(script), script.folder / "job.sh", None
-    for task, run in runs.items():
-        JobRequest(
-            local=processes_each(requests[task], "--nodes", script.nodes, script.gpus),
-            lead=script.lead,
-            plan={**options_to_dict(requests[task].plan), "processes": None},
-            seconds=slurm_options.parse_time_limit(script.time),
-            max_legs=options.max_legs,
-            srun=slurm_options.step_words(options),
-            container=_container(requests[task], run.folder, options),
-        ).write(run.folder)
-    script.folder.mkdir(exist_ok=True)
-    atomic_files.write_text(path, text)
     folders = [str(run.folder) for run in runs.values()]
     if options.submit:
+        for task, run in runs.items():
+            JobRequest(
+                local=processes_each(requests[task], "--nodes", script.nodes, script.gpus),
+                lead=script.lead,
+                plan={**options_to_dict(requests[task].plan), "processes": None},
+                seconds=slurm_options.parse_time_limit(script.time),
+                max_legs=options.max_legs,
+                srun=slurm_options.step_words(options),
+                container=_container(requests[task], run.folder, options),
+            ).write(run.folder)
+        script.folder.mkdir(exist_ok=True)
+        atomic_files.write_text(path, text)
         number = client.submit(path)
         for task, run in runs.items():
             client.update_job_record(run, job=f"{number}_{task}" if script.array else number)
@@ -162,7 +205,7 @@ def _hand_in(
         print_lines(f"job {number} trains {', '.join(folders)}; `runs` shows how it stands")
     else:
         print(text, end="")
-        print_lines(f"the run is ready: sbatch {path}, or --submit")
+        print_lines(f"nothing is made: --submit makes {folders[0]} and hands this script in")
 
 
 def _script(
@@ -198,8 +241,8 @@ def _script(
 def _fair_cpus(options: slurm_options.SlurmOptions) -> int:
     """Cores of the smallest node in proportion to the GPUs asked for; all where it has no GPU."""
     gpus = options.gpus_per_node
-    default = (DEFAULT_CPUS_PER_GPU * gpus or DEFAULT_CPUS, 0)
-    cpus, has = min(client.cpus_and_gpus(options.partition), default=default)
+    default = (DEFAULT_CPUS_PER_GPU * gpus or DEFAULT_CPUS, 0, "")
+    cpus, has, _ = min(client.cpus_and_gpus(options.partition), default=default)
     return max(1, cpus * gpus // has) if has and gpus else cpus
 
 

@@ -50,6 +50,8 @@ class SlurmOptions:
     """As sbatch's."""
     mem: str | None = None
     """As sbatch's: memory per node."""
+    hardware: str | None = None
+    """The card of these nodes, for the plan that is shown: h100. By default as sinfo names it."""
     cpus_per_task: Positive | None = None
     """Cores on each node; by default a fair share of the smallest node that sinfo shows."""
     array: str | None = None

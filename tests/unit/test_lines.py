@@ -1,0 +1,53 @@
+"""Lines and tables that keep within a width, and commands to type next that are such."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from isobatch.core.flags import flags_of
+from isobatch.core.measures import aligned, wrapped
+from isobatch.core.recipe import Recipe
+from isobatch.engine.registry import TASKS, workload
+from isobatch.launch.cli import COMMANDS, find_command
+from isobatch.models.base import Task
+
+WORDS = "one fairly long remark about a run, and/with/a/path/that/is/longer/than/any/column/may/be"
+ROWS = [["name", "value", "why"], *([f"row {i}", str(7**i), WORDS[: 9 * i]] for i in range(10))]
+
+
+@pytest.mark.parametrize("width", [10, 21, 40, 80, 100])
+@pytest.mark.parametrize("columns", [1, 3, 9])
+def test_a_table_keeps_within_a_width_and_loses_nothing(width: int, columns: int) -> None:
+    rows = [(row * 3)[:columns] for row in ROWS]
+    lines = aligned(rows, width)
+    assert max(map(len, lines)) <= width
+    said = "".join("".join(lines).split())
+    for row in rows:
+        for cell in row:
+            assert all(said.count(letter) >= cell.count(letter) for letter in set(cell) - {" "})
+    assert aligned(rows, 10_000) == aligned(rows)
+    assert len(aligned(rows)) == len(rows)
+
+
+def test_a_figure_stays_with_its_name_where_a_line_is_broken() -> None:
+    line = "runs/a: done, test: " + "  ".join(f"metric_{i} {i / 7:.4f}" for i in range(20))
+    told = wrapped(line, 80).splitlines()
+    assert max(map(len, told)) <= 80
+    assert all(len(part.split()) % 2 == 0 for part in told[1:])
+    assert " ".join(part.strip() for part in told).split() == line.split()
+
+
+@pytest.mark.parametrize("task", [*TASKS, ""])
+def test_the_commands_after_a_run_have_names_and_flags_that_there_are(task: str) -> None:
+    commands = (workload(task).task if task else Task).follow_ups
+    assert len(commands) == 3
+    for command in commands:
+        name, words = find_command(shlex.split(command.format(run="runs/a")))
+        flags = {*flags_of(COMMANDS[name].options)} | ({"task", "from"} if name == "auto" else set())
+        if name == "auto":
+            flags |= {*flags_of(Recipe), *flags_of(workload(words[1]).task.Options)}
+        asked = {word[2:].replace("-", "_") for word in words if word.startswith("--")}
+        assert asked <= flags, command
+        assert "runs/a" in words
