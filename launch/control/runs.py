@@ -138,7 +138,8 @@ HEAD = ("run", "made", "task", "state", "steps", "result", "")
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     steps = f"{row['step'] or 0}/{row['steps_total'] or '?'}"
-    made = time.strftime("%m-%d %H:%M", time.localtime(row["made"]))
+    form = "%H:%M" if time.time() - row["made"] < 86400 else "%Y-%m-%d"
+    made = time.strftime(form, time.localtime(row["made"]))
     name, value = row["metric"], row["metrics"].get(row["metric"])
     result = f"{row['split'] or ''} {name} {value:.4g}".lstrip() if isinstance(value, float | int) else ""
     return row["folder"], made, row["task"], row["state"], steps, result

@@ -149,7 +149,8 @@ def _show_plan(
 ) -> None:
     """Say what the job's nodes would make of the first run, as `plan` does, and whether --time is enough."""
     say, here = partial(print_lines, quiet=request.run.quiet), detect()
-    machine = dataclasses.replace(here, kind="cpu", gpus=(), nodes=script.nodes, cpus=script.cpus)
+    like_here = dataclasses.replace(here, kind="cpu", gpus=(), source="asked")
+    machine = dataclasses.replace(like_here, nodes=script.nodes, cpus=script.cpus)
     if script.gpus:
         cards = [options.hardware, *(node[2] for node in client.cpus_and_gpus(options.partition))]
         named = next(filter(None, [*cards, *(gpu.card for gpu in here.gpus)]), "of a kind that is not known")
@@ -160,7 +161,6 @@ def _show_plan(
             return
     world = processes_each(request, "--nodes", script.nodes, script.gpus) * script.nodes
     asked = dataclasses.replace(request.plan, processes=None)
-    machine = dataclasses.replace(machine, source="asked")
     target = Target("nodes", request.workload, request.recipe, run.facts, machine, asked, world)
     found, free = estimate(target, {}), estimate(dataclasses.replace(target, world=None), {})
     say(six_lines(found) if found.plan else f"the plan: {found.why_not}")
