@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from isobatch import Batch, Columns, Data, Loss, Rows, StepContext, Sum, Task
+from isobatch import Batch, Columns, Data, Loss, Rows, StepContext, Sum, Task, UserError
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +56,10 @@ class Adversarial(Task):
     Options, data = AdversarialOptions, Ring
     defaults = {"epochs": 30, "lr": 2e-3, "batch_size": 64, "schedule": "constant"}
     monitor = ("distance", "min")
+
+    def check(self) -> None:
+        if self.options.critic_steps < 1:
+            raise UserError(f"--critic-steps {self.options.critic_steps}: must be at least 1")
 
     def build_model(self, facts: Any) -> nn.Module:
         from torch import nn

@@ -49,8 +49,12 @@ class ImageFolder(Data):
     assumed: ClassVar = {"classes": ["a", "b"]}
 
     def check(self) -> None:
-        if self.recipe.data != "demo" and not Path(self.recipe.data).expanduser().is_dir():
-            raise UserError(f"--data {self.recipe.data}: give a folder that has a folder for each class")
+        if self.options.size < 8:
+            raise UserError(f"--size {self.options.size}: must be at least 8")
+        if not 0 <= self.options.holdout < 1:
+            raise UserError(f"--holdout {self.options.holdout:g}: must be at least 0 and below 1")
+        if not self._classes():
+            raise UserError(f"--data {self.recipe.data}: has no images in a folder per class, as cat/1.jpg")
 
     def identity(self) -> dict[str, Any]:
         """The names, sizes and times of the files, and what becomes of them here."""

@@ -111,8 +111,9 @@ class Run:
     def predictor(self, **options: Any) -> Callable[[Sequence[str | list[str]]], list[dict[str, Any]]]:
         """A function of texts that returns a dict for each, as `isobatch predict` gives. It is read once.
 
-        A classifier of pairs takes lists of two texts, a recommender ids of users. `options`: as `predict`
-        has them, such as form="onnx-int4", top=20, tokens=100. Raises UserError where a run predicts nothing.
+        A classifier of pairs takes lists of two texts, a recommender ids of users, a task of your own dicts
+        as the rows that its `read_rows` reads. `options`: as `predict` has them, such as form="onnx-int4",
+        top=20, tokens=100. Raises UserError where a run predicts nothing.
 
             answer = isobatch.load("runs/mine").predictor()
             print(answer(["a quiet film with a big heart"]))

@@ -141,7 +141,6 @@ SMALL = {
     "engine/optimization/parameter_groups.py": "what a recipe says to an optimizer",
     "launch/commands/compress.py": "imported where --task compress is typed",
     "launch/predicting/neighbours.py": "imported where --neighbours is typed, with torch",
-    "launch/predicting/own_task.py": "rows of a user's own task",
     "models/causal_lm/known_models.py": "a table with its reader",
 }
 """Files of fewer code lines that one other file names -> why they are files."""
