@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.made-from-lock
 
-.PHONY: demo test test-slurm test-clusters gpu check soak pictures site format lock clean
+.PHONY: demo test test-slurm test-clusters wheel newest gpu check soak pictures site format lock clean
 
 demo: $(STAMP)
 	$(BIN)/python -m launch auto --task causal-lm --again
@@ -22,6 +22,18 @@ test-slurm: $(STAMP)
 test-clusters: $(STAMP)
 	$(BIN)/python -m pytest -m "cluster and not slow" tests/integration
 
+# The wheel in clean environments. PYTHONS="3.12 3.13" for other Pythons, EXTRAS=1 for each extra as well.
+wheel: $(STAMP)
+	PYTHON=$(abspath $(BIN)/python) tests/wheel.sh
+
+# Do the newest torch and transformers keep the curve? They redo steps of a run of the pinned ones, and the stored copy.
+newest: $(STAMP)
+	$(PYTHON) -m venv build/newest
+	build/newest/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager -e '.[dev]'
+	$(BIN)/python -m launch auto --task causal-lm --steps 60 --out build/newest/runs --name before --again --quiet
+	build/newest/bin/python -m launch verify build/newest/runs/before
+	build/newest/bin/python -m pytest tests/integration/test_golden.py tests/unit
+
 # On a GPU, with what is there: installs nothing. QUICK=1 tries it on any machine, PART=3 runs one part,
 # AGAIN=1 measures anew what is there already, OUT=folder is where results go, END=570 ends it after so many seconds.
 gpu:
@@ -30,17 +42,19 @@ gpu:
 
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m slow
+	EXTRAS=1 PYTHON=$(abspath $(BIN)/python) tests/wheel.sh
 	$(BIN)/python -m benchmarks soak
 
 # The README's pictures, from real runs: some minutes, and Chromium.
 pictures: $(STAMP)
+	$(BIN)/python docs/pictures/claim.py
 	$(BIN)/python docs/pictures/make.py
 
-# The documentation as a site in build/site, with every link checked.
-site:
+# The documentation as a site in build/site, with every link checked, and a page for each task from `describe`.
+site: $(STAMP)
 	$(PYTHON) -m venv build/site-tools
 	build/site-tools/bin/pip install --quiet mkdocs==1.6.1
-	build/site-tools/bin/mkdocs build --strict --site-dir build/site
+	PROJECT_PYTHON=$(abspath $(BIN)/python) build/site-tools/bin/mkdocs build --strict --site-dir build/site
 
 check: $(STAMP)
 	$(BIN)/ruff check .

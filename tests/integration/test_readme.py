@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -21,6 +22,7 @@ from transformers import (
 
 import isobatch
 from isobatch.data import corpora, tokenizers
+from isobatch.launch.commands.compress import parse_stages
 from isobatch.tests.integration.helpers import ROOT, launch, losses, summary
 from isobatch.tests.zygote import Zygote
 
@@ -36,6 +38,7 @@ OWN_TASKS = (ROOT / "docs" / "own-tasks.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", OWN_TASKS, re.S)
 NAMED = ("class Sine(", "def make_optimizer", "class Table(", "isobatch.plan(")
 CODE, OPTIMIZER, DATA, FROM_PYTHON = (next(b for b in BLOCKS if text in b) for text in NAMED)
+RECIPES = sorted((ROOT / "examples" / "recipes").glob("*.yaml"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -63,11 +66,12 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
     end = tokenizers.END_OF_TEXT
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained, eos_token=end, pad_token=end)
     size = {"vocab_size": len(tokenizer)}
-    gpt = GPT2LMHeadModel(GPT2Config(**size, n_positions=256, n_embd=32, n_layer=2, n_head=2))
+    gpt = GPT2LMHeadModel(GPT2Config(**size, n_positions=1024, n_embd=32, n_layer=2, n_head=2))
     bert = DistilBertForSequenceClassification(
-        DistilBertConfig(**size, dim=32, n_layers=2, n_heads=2, hidden_dim=64, max_position_embeddings=128)
+        DistilBertConfig(**size, dim=32, n_layers=2, n_heads=2, hidden_dim=64, max_position_embeddings=512)
     )
-    for name, model in (("Qwen/Qwen2.5-0.5B-Instruct", gpt), ("distilbert/distilbert-base-uncased", bert)):
+    chats = {f"Qwen/Qwen2.5-{size}-Instruct": gpt for size in ("0.5B", "7B")}
+    for name, model in (*chats.items(), ("distilbert/distilbert-base-uncased", bert)):
         repository = folder / f"models--{name.replace('/', '--')}"
         for part in (model, tokenizer):
             part.save_pretrained(repository / "snapshots" / "0")
@@ -121,6 +125,30 @@ def test_train_a_model_of_my_own(tmp_path: Path) -> None:
     run([*train, "--quiet"], tmp_path)
     assert losses(tmp_path / "runs" / "sine")[-1] < 0.1 * losses(tmp_path / "runs" / "sine")[0]
     assert "verified (exact)" in run(check, tmp_path)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda file: file.stem)
+def test_a_recipe_file_is_planned_on_its_data(recipe: Path, hub: Hub, tmp_path: Path) -> None:
+    """By the command in its comment. Of a sweep one point has a plan; of a chain the flags are sorted."""
+    (typed,) = re.findall(r"^#.*?isobatch (auto --config .*)", recipe.read_text(), re.M)
+    if recipe.stem == "compress":
+        _, stages = parse_stages(["--config", str(recipe), "--model", "tiny", "--data", "demo"])
+        assert [flags["mode"] for flags in stages.values()] == 3 * ["fast"]
+        return
+    (tmp_path / recipe.name).write_bytes(recipe.read_bytes())
+    (chats,), (rated,), (sold,) = (wish(title)[0] for title in ("fine-tune", "make a", "recommend"))
+    pair = {"prompt": "When do you open?", "chosen": "At nine.", "rejected": "No."}
+    (tmp_path / "chats.jsonl").write_text(8 * chats)
+    (tmp_path / "pairs.jsonl").write_text(f"{json.dumps(pair)}\n" * 24)
+    (tmp_path / "reviews.csv").write_text(rated + 19 * rated.partition("\n")[2])
+    for name in ("shop", "texts"):
+        (tmp_path / name).mkdir()
+    bought = "".join(f"u{n % 24},i{n * n % 17},{1700000300 + n}\n" for n in range(300))
+    (tmp_path / "shop" / "interactions.csv").write_text(sold + bought)
+    (tmp_path / "texts" / "train.txt").write_text("A quiet street with lamps and rain.\n" * 900)
+    point = ["--lr", "1e-3", "--seed", "0"] if recipe.stem == "sweep" else []
+    assert run([*typed.split(), *point, "--dry-run"], tmp_path, hub)
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.fixture

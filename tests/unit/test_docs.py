@@ -5,6 +5,10 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import runpy
+import sys
+import tomllib
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,7 +21,7 @@ if TYPE_CHECKING:
 
 DECISIONS = ROOT / "docs" / "decisions"
 DOCUMENTS = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "examples/README.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 RUN_FOLDERS = ("checkpoints", "exports", "final", "plots", "report", "runs", "slurm")
@@ -89,6 +93,25 @@ def test_every_decision_is_listed() -> None:
     listed = re.findall(r"\]\((\d[^)]*)\)", (DECISIONS / "README.md").read_text(encoding="utf-8"))
     assert listed == records
     assert [name[:4] for name in records] == [f"{n:04}" for n in range(1, len(records) + 1)]
+
+
+def test_every_place_names_the_same_version() -> None:
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    places = {"CITATION.cff": r"^version: (\S+)", "CHANGELOG.md": r"^## (\d\S+)"}
+    found = {
+        name: re.findall(pattern, (ROOT / name).read_text(), re.M)[0] for name, pattern in places.items()
+    }
+    assert set(found.values()) == {wanted}
+
+
+def test_the_sites_pages_of_tasks_hold_every_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hook without mkdocs, which has an environment of its own."""
+    monkeypatch.setitem(sys.modules, "mkdocs.structure.files", SimpleNamespace(File=None))
+    hooks = runpy.run_path(str(ROOT / "docs" / "site_hooks.py"))
+    found = hooks["described"]("classifier")
+    page = hooks["task_page"]("classifier", found)
+    assert all(f"\n| `{row['flag']}` |" in page for flags in found["flags"].values() for row in flags)
+    assert "auto&#124;cpu&#124;cuda" in page
 
 
 @pytest.mark.parametrize(
