@@ -23,7 +23,7 @@ class IsobatchError(Exception):
     exit_code: ClassVar[int] = BUG
     cause: str = ""
     """Why a restart may succeed: `memory` (with a smaller budget), `job memory` (the same, once), `lost`
-    (a process died) or `spike` (without some steps); else empty."""
+    (a process died) or `spike` (without some steps); else empty. `planned`: a sweep had it stop there."""
 
 
 class UserError(IsobatchError, ValueError):

@@ -26,6 +26,8 @@ class Between:
 
 
 Positive = typing.Annotated[int, Between(1)]
+KeptOneIn = typing.Annotated[int, Between(2)]
+Trials = typing.Annotated[int, Between(1, 1000)]
 Count = typing.Annotated[int, Between(0)]
 Seed = typing.Annotated[int, Between(0, 2**63 - 1)]
 PortNumber = typing.Annotated[int, Between(0, 65535)]

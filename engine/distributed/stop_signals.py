@@ -67,10 +67,10 @@ class StopFlag:
         if interrupts:
             raise TerminatedError(signal.Signals(number).name)
 
-    def request(self, reason: str) -> None:
-        """Ask for a stop without a signal, because another process is lost."""
+    def request(self, reason: str, cause: str = "lost") -> None:
+        """Ask for a stop without a signal, by default because another process is lost."""
         if not self.requested:
-            self.requested, self.reason, self.cause = True, reason, "lost"
+            self.requested, self.reason, self.cause = True, reason, cause
 
     def __enter__(self) -> StopFlag:
         # Python lets only the main thread set handlers: a run in another thread catches no signals.

@@ -20,7 +20,7 @@ from typing import Any
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.facts import Facts
-from isobatch.core.flags import build_options, nearest, options_to_dict
+from isobatch.core.flags import build_options, flags_of, nearest, options_to_dict
 from isobatch.core.plan import Plan
 from isobatch.core.recipe import Recipe
 from isobatch.engine.checkpointing.digests import bytes_digest
@@ -191,8 +191,8 @@ class RunFolder:
     def options(self) -> RunOptions:
         """The options of the newest launch; fields that this version does not know are ignored."""
         recorded = atomic_files.read_json(self.folder / "run.json")
-        known = {f.name for f in dataclasses.fields(RunOptions)}
-        return build_options(RunOptions, {k: v for k, v in recorded.items() if k in known})
+        known = {name: recorded[name] for name in flags_of(RunOptions) if name in recorded}
+        return dataclasses.replace(build_options(RunOptions, known), stop_at=recorded.get("stop_at"))
 
     def write_options(self, options: RunOptions) -> None:
         atomic_files.write_json(self.folder / "run.json", options_to_dict(options))

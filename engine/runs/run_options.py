@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from isobatch.core.errors import UserError
@@ -56,6 +56,9 @@ class RunOptions:
     """Show tracebacks of the user's errors too."""
     quiet: bool = False
     """No progress on the terminal."""
+    stop_at: float | None = field(default=None, metadata={"derived": True})
+    """The share of the steps of its one phase after which the next evaluation stops it, saved, as a signal
+    does: a sweep's --halving sets it."""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -131,6 +131,7 @@ def _summarize(
         "reason": reason,
         "task": state.recipe.task,
         "steps": progress.steps,
+        "planned_steps": progress.steps_before + state.schedule.steps,
         "samples_seen": progress.samples,
         "tokens_seen": progress.tokens,
         "global_batch": state.recipe.batch_size,

@@ -163,7 +163,8 @@ def _hooks(
     before what writes of it, and the checkpoint, which holds the state of all others, last.
     """
     state, say, world = builder.state, run.say, run.world
-    hooks: list[Hook] = [Spikes(run.folder, state, say), NonFinite(run.folder.folder), Stop(run.stop)]
+    hooks: list[Hook] = [Spikes(run.folder, state, say), NonFinite(run.folder.folder)]
+    hooks += [Stop(run.stop, run.options.stop_at, evaluation.due)]
     hooks += [Remarks(builder.replan, run.mark_first_step, say), Memory(run.peak)]
     hooks += [Machine(state)] if world.is_main and world.device.type == "cuda" else []
     hooks += [*evaluation.others, Log(run.log, say)]

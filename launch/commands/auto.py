@@ -50,7 +50,7 @@ def auto(words: Sequence[str]) -> int:
         from isobatch.launch.commands.plan import PlanCommandOptions, show_plan
 
         return show_plan(request, PlanCommandOptions(json=options.json))
-    if len(points) > 1:
+    if len(points) > 1 or options.halving:
         from isobatch.launch.sweeps.sweep import train_sweep
 
         return train_sweep(points, options)
@@ -71,7 +71,7 @@ def resume(words: Sequence[str]) -> int:
     values, notes = sort_flags(flags, groups, "resume")
     options = launch_run.ResumeOptions(**values["resume"])
     run = _here(named, values["run"], options.trust)
-    run_options = dataclasses.replace(run.options(), **values["run"])
+    run_options = dataclasses.replace(run.options(), stop_at=None, **values["run"])
     print_lines(*notes, quiet=run_options.quiet)
     if options.decay:
         consent.require(run.recipe, run.folder, options.trust, run_options)

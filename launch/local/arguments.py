@@ -180,9 +180,12 @@ def parse_sweep(words: Sequence[str], command: str, options_class: type | None =
     """
     chosen, groups, found = _read(words, command, options_class)
     points: dict[str, Point] = {}
-    for flags, swept in flag_words.combinations(found.flags, groups["recipe"] | groups["options"]):
-        request = _request(chosen, groups, Translation(flags, found.notes), options_class)
-        points.setdefault(request.recipe.hash(), (request, swept))
+    sweepable = groups["recipe"] | groups["options"]
+    trials = _values(found.flags, {"own": groups["command"]})["own"].get("trials", 0)
+    for draw in flag_words.drawn(found.flags, sweepable, trials):
+        for flags, swept in flag_words.combinations(found.flags | draw, sweepable):
+            request = _request(chosen, groups, Translation(flags, found.notes), options_class)
+            points.setdefault(request.recipe.hash(), (request, tuple(sorted({*swept, *draw}))))
     return list(points.values())
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from isobatch.core import errors
 from isobatch.core.errors import BUG, DONE, FAILED, WRONG_INPUT, TrainingError, UserError
+from isobatch.core.number_ranges import KeptOneIn, Trials
 from isobatch.core.recipe import HOOK_CODE
 from isobatch.core.terminal import print_lines
 from isobatch.engine import consent
@@ -32,6 +33,12 @@ from isobatch.launch.local.arguments import Request
 class AutoOptions(run_setup.AnswerOptions):
     """Flags of `auto` beside the recipe's, the plan's and the run's."""
 
+    trials: Trials | None = None
+    """Draws from flags with a range, such as --lr 1e-4..1e-2, a run for each: of its logarithm where it spans
+    a decade. The same seed draws the same, and more trials begin with those of fewer."""
+    halving: KeptOneIn | None = None
+    """All settings of a sweep train the first part of their run, up to an evaluation, and the best one of so
+    many goes on from its own checkpoint, until one is left."""
     dry_run: bool = False
     """Train nothing: show the plan, as `plan` does."""
     dump_config: bool = False

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import random
 import re
 import tomllib
 from collections.abc import Collection, Iterable, Mapping
@@ -234,6 +235,37 @@ def combinations(
     if math.prod(map(len, values.values())) > MOST_COMBINATIONS:
         raise UserError(f"a sweep has {MOST_COMBINATIONS:,} runs at most, and these lists make more")
     return [(dict(zip(values, chosen, strict=True)), swept) for chosen in itertools.product(*values.values())]
+
+
+def drawn(flags: Mapping[str, str], sweepable: Mapping[str, Flag], trials: int) -> list[dict[str, str]]:
+    """For each trial a value of each flag whose text is a range, as in --lr 1e-4..1e-2: of three digits, and
+    whole between whole numbers. It is uniform, or its logarithm is where the range spans a decade or more.
+
+    A value follows from the seed, the flag and the trial. Raises UserError for a range without trials.
+    """
+    ranges = {k: ends for k, text in flags.items() if k in sweepable and (ends := _range(sweepable[k], text))}
+    if bool(ranges) != bool(trials):
+        given = " ".join([f"{spelling(name)} {flags[name]}" for name in ranges] or [f"--trials {trials}"])
+        raise UserError(f"{given}: a range and the times to draw go together: --lr 1e-4..1e-2 --trials 8")
+    seed = values_of(sweepable["seed"], flags.get("seed", "0"))[0]
+    return [
+        {name: _draw(*ends, f"{seed} {name} {trial}") for name, ends in ranges.items()}
+        for trial in range(trials or 1)
+    ]
+
+
+def _range(flag: Flag, text: str) -> tuple[float, float] | None:
+    """The ends of a range of numbers; None where the text is none, or the flag takes no single number."""
+    low, dots, high = text.partition("..")
+    ends = [value for end in (low, high) if type(value := _value(flag, end)) in (int, float)]
+    return (min(ends), max(ends)) if dots and len(ends) == 2 and flag.name != "seed" else None
+
+
+def _draw(low: float, high: float, key: str) -> str:
+    share, whole = random.Random(key).random(), isinstance(low, int)
+    top = high + whole
+    value = low * (top / low) ** share if 0 < low <= high / 10 else low + (top - low) * share
+    return str(min(int(value) if whole else max(float(f"{value:.3g}"), low), high))
 
 
 def values_of(flag: Flag, text: str) -> list[str]:

@@ -135,7 +135,7 @@ def _train(run: RunFolder, options: RunOptions, world: Communicator, owns_proces
         doing()
         if owns_process and ((world.is_main and not lost) or _failed_alone(run)):
             line = " ".join(str(error).split())
-            console.say(line if code == STOPPED else f"isobatch: {line}", always=True)
+            console.say(line if code == STOPPED else f"isobatch: {line}", always=error.cause != "planned")
         return Verdict(code, str(error), error.cause)  # without a process of its own, the caller raises it
 
 

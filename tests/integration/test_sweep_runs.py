@@ -26,6 +26,31 @@ def test_each_list_makes_runs_and_a_table(tmp_path: Path) -> None:
     assert json.loads(again.stdout)["rows"] == rows, "all are done: nothing is trained again"
 
 
+def test_a_halved_run_that_goes_on_ends_as_if_it_had_been_trained_at_once(tmp_path: Path) -> None:
+    words = ["auto", "--task", LINE, "--eval-every", "5", "--quiet", "--json", "--lr"]
+    halve = warm_command(*words, "1e-4,1e-3,1e-2", "--halving", "2", "--name", "s")
+    first = command(halve, tmp_path)
+    assert first.returncode == 0, first.stderr
+    found = json.loads(first.stdout)
+    assert [(row["values"]["lr"], row.get("stopped")) for row in found["rows"]] == [
+        (1e-4, 10),
+        (1e-3, 20),
+        (1e-2, None),
+    ]
+    assert (found["best"]["values"], found["steps"], found["steps_saved"]) == ({"lr": 1e-2}, 120, 50)
+    assert [(rung["share"], len(rung["scores"])) for rung in found["rungs"]] == [(0.25, 3), (0.5, 2)]
+    whole = command(warm_command(*words, "1e-2", "--name", "whole"), tmp_path)
+    assert whole.returncode == 0, whole.stderr
+    one, other = (tmp_path / "runs" / name / "final" / "model.safetensors" for name in ("s-lr0.01", "whole"))
+    assert one.read_bytes() == other.read_bytes()
+    logs = {file: file.read_bytes() for file in (tmp_path / "runs").glob("s-*/metrics.jsonl")}
+    again = command(halve, tmp_path)
+    assert json.loads(again.stdout) == found, again.stderr
+    assert {file: file.read_bytes() for file in logs} == logs, "nothing is trained again"
+    resumed = command(warm_command("resume", str(tmp_path / "runs" / "s-lr0.0001"), "--json"), tmp_path)
+    assert json.loads(resumed.stdout)["status"] == "done", "its stop is forgotten"
+
+
 def test_a_run_that_fails_does_not_end_the_sweep(tmp_path: Path) -> None:
     words = ["--lr", "1e30,1e-2", "--optimizer", "sgd", "--clip", "0", "--steps", "9", "--quiet", "--json"]
     done = command(warm_command("auto", "--task", LINE, *words), tmp_path)

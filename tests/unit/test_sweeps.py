@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import BareValue, flags_of
 from isobatch.core.recipe import Recipe
+from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.commands.auto import auto
 from isobatch.launch.local.arguments import parse_sweep
-from isobatch.launch.local.words import combinations, label, values_of
-from isobatch.launch.sweeps.sweep import Trained, format_sweep, summary
+from isobatch.launch.local.launch_run import AutoOptions
+from isobatch.launch.local.words import combinations, drawn, label, values_of
+from isobatch.launch.report.records import draw_figure
+from isobatch.launch.sweeps.sweep import Trained, drawing, format_sweep, judge, summary
 
 RECIPE = flags_of(Recipe)
 LINE = f"{Path(__file__).parents[1]}/tasks/failing.py:Line"
@@ -84,7 +89,8 @@ def trained(code: int = 0, loss: float = 1.0, **values: Any) -> Trained:
     name = "-".join(map(str, values.values()))
     splits = {"valid": {"accuracy": 1 - loss, "loss": loss, "note": "text"}, "test": {"loss": 1 - loss}}
     metrics = splits if code == 0 else {}
-    return Trained(values=values, folder=Path(name), code=code, metrics=metrics)
+    run = RunFolder(Path(name))
+    return Trained(title="", request=cast("Any", None), values=values, run=run, code=code, metrics=metrics)
 
 
 def test_the_best_is_by_the_tasks_own_metric_and_direction() -> None:
@@ -131,6 +137,70 @@ def test_seeds_are_a_mean() -> None:
     assert row["deviations"]["loss"] == pytest.approx(0.1 * 2**0.5)
     assert format_sweep(both).splitlines()[1].endswith("1-0 and 1 more")
     assert format_sweep(both).splitlines()[-1] == "+-: standard deviation of 2 seeds around their mean"
+
+
+def test_the_same_words_draw_the_same_values() -> None:
+    flags = {"lr": "1e-4..1e-2", "batch_size": "4..7", "dropout": "0..0.5", "data": "a..b", "seed": "3,4"}
+    found = drawn(flags, RECIPE, 400)
+    assert found[:9] == drawn({**flags, "seed": "3"}, RECIPE, 9), "more trials begin with those of fewer"
+    assert found[:9] != drawn({**flags, "seed": "4"}, RECIPE, 9)
+    assert found[0].keys() == {"lr", "batch_size", "dropout"}
+    logs = [math.log10(float(one["lr"])) for one in found]
+    assert -4 <= min(logs) < -3.9
+    assert -2.1 < max(logs) <= -2
+    assert sum(logs) / len(logs) == pytest.approx(-3, abs=0.1)  # of the logarithm: 4 deviations of the mean
+    assert {int(one["batch_size"]) for one in found} == {4, 5, 6, 7}
+    assert sum(float(one["dropout"]) for one in found) / len(found) == pytest.approx(0.25, abs=0.03)
+    assert drawn({"lr": "1e-3,1e-2"}, RECIPE, 0) == [{}]
+    points = parse_sweep(
+        ["--task", LINE, "--lr", "1e-4..1e-2", "--trials", "3", "--seed", "0-1"], "auto", AutoOptions
+    )
+    assert len(points) == 6
+    assert {swept for _, swept in points} == {("lr", "seed")}
+
+
+@pytest.mark.parametrize(
+    "words", ["--lr 1e-4..1e-2", "--trials 3", "--lr 1,2 --trials 3", "--seed 0..3 --trials 3"]
+)
+def test_a_range_and_the_times_to_draw_go_together(words: str) -> None:
+    with pytest.raises(UserError, match="go together"):
+        auto(["--task", LINE, *words.split()])
+
+
+@pytest.mark.parametrize(("direction", "kept"), [("min", [1, 2]), ("max", [4, 3])])
+def test_the_better_half_goes_on_by_the_mean_of_its_seeds(
+    tmp_path: Path, direction: str, kept: list[int]
+) -> None:
+    runs = []
+    for lr, curves in {1: "25 37", 2: "19 59", 3: "78 78", 4: "98 86", 5: "x1 18"}.items():
+        for seed, curve in enumerate(curves.split()):
+            run = RunFolder(tmp_path / f"{lr}-{seed}")
+            run.folder.mkdir()
+            rows = [{"step": 5, "split": "valid", "loss": float(curve[0]) if curve[0] != "x" else None}]
+            rows.append({"step": 10, "split": "valid", "loss": float(curve[1])})
+            run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            run.write_summary({"planned_steps": 10, "status": "stopped"})
+            one = trained(lr=lr, seed=seed)
+            runs.append(dataclasses.replace(one, run=run, metrics={}))
+    scores, going = judge(runs, 0.5, 3, ("loss", direction))
+    assert [one.values["lr"] for one in going] == [lr for lr in kept for _ in "01"]
+    assert scores['{"lr": 1}'] == 2.5
+    assert [one.stopped for one in runs if one in going] == [0] * 4
+    assert {one.stopped for one in runs if one not in going} == {5}
+
+
+def test_the_picture_has_a_panel_for_each_flag_that_is_a_number() -> None:
+    pytest.importorskip("matplotlib")
+    runs = [
+        trained(loss=lr + seed, lr=lr, order=order, seed=seed)
+        for lr, order in ((0.1, "a"), (9, "b"))
+        for seed in (0, 1)
+    ]
+    runs.append(dataclasses.replace(trained(lr=3, order="a", seed=0), metrics={}, stopped=4, score=2.0))
+    steps, flag = draw_figure(drawing(summary(runs, "loss", "min"), runs)).axes
+    assert (steps.get_xlabel(), flag.get_xlabel(), flag.get_xscale()) == ("step", "lr", "log")
+    bars = {float(bar[0].get_xdata()[0]): bar.has_yerr for bar in flag.containers}
+    assert bars == {0.1: True, 9: True, 3: False}
 
 
 @pytest.mark.parametrize("words", ["--dry-run", "--dump-config"])

@@ -85,7 +85,8 @@ def slurm(words: Sequence[str]) -> int:
     flags: --cpu --partition --account --qos --constraint --mem --cpus-per-task --setup FILE
            --array 0-4 (a run per seed) --parallel N --after JOB --max-legs N
            --container IMAGE --container-python PYTHON --sbatch "OPTIONS" --srun "OPTIONS", and those of
-           `auto`. A list such as --lr 1e-3,3e-3 trains a run for each value.
+           `auto`. A list such as --lr 1e-3,3e-3 trains a run for each value, and --lr 1e-4..1e-2 --trials 8
+           for each of so many draws.
     """
     words = slurm_options.join_sbatch_value(words)
     points = parse_sweep(words, "slurm", slurm_options.SlurmOptions)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from isobatch.core.errors import UserError
-from isobatch.core.number_ranges import Count, Positive
+from isobatch.core.number_ranges import Count, Positive, Trials
 from isobatch.core.strategies import traits_of
 from isobatch.launch.local.arguments import Request
 from isobatch.launch.local.placement import on_device, processes_each
@@ -57,6 +57,8 @@ class SlurmOptions:
     array: str | None = None
     """One run per seed, as --seed 0-4 or 1,3,7 lists them. Lists for the recipe's other flags, such as --lr
     1e-3,3e-3, make an array too."""
+    trials: Trials | None = None
+    """As of `auto`: draws from flags with a range, such as --lr 1e-4..1e-2, which make an array."""
     parallel: Positive | None = None
     """Runs of an array that train at the same time, at most."""
     after: str | None = None
