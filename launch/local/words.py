@@ -270,11 +270,13 @@ def _draw(low: float, high: float, key: str) -> str:
 
 def values_of(flag: Flag, text: str) -> list[str]:
     """The values that `text` lists for a flag, each once; the text itself where it is one value of the flag,
-    as a text with commas is, and what --epochs takes.
+    as a text with commas is, and what --epochs takes. Of a range, which is drawn from, the ends.
     """
     # 0,001 is no list but 0.001, as some write it.
     if isinstance(text, BareValue) or re.fullmatch(r"0,0\d+", text) or _value(flag, text) is not None:
         return [text]
+    if _range(flag, text):
+        return text.split("..")
     parts = [value for part in text.split(",") for value in _numbers(flag, part.strip())]
     return list(dict.fromkeys(parts)) if all(parts) else [text]
 

@@ -160,7 +160,7 @@ def test_the_same_words_draw_the_same_values() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", ["--lr 1e-4..1e-2", "--trials 3", "--lr 1,2 --trials 3", "--seed 0..3 --trials 3"]
+    "words", ["--lr 1e-4..1e-2", "--trials 3", "--lr 1,2 --trials 3", "--data a..b --trials 3"]
 )
 def test_a_range_and_the_times_to_draw_go_together(words: str) -> None:
     with pytest.raises(UserError, match="go together"):
