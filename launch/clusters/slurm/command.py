@@ -154,7 +154,10 @@ def _show_plan(
     machine = dataclasses.replace(like_here, nodes=script.nodes, cpus=script.cpus)
     if script.gpus:
         cards = [options.hardware, *(node[2] for node in client.cpus_and_gpus(options.partition))]
-        named = next(filter(None, [*cards, *(gpu.card for gpu in here.gpus)]), "of a kind that is not known")
+        named = next(filter(None, [*cards, *(gpu.card for gpu in here.gpus)]), None)
+        if named is None:
+            say("no plan, as the nodes' GPUs are not known: --hardware h100 names them")
+            return
         try:
             machine = parse_hardware(f"{script.nodes}x{script.gpus}x{re.sub('^([0-9]+ ?x ?)+', '', named)}")
         except UserError as error:
