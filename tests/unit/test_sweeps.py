@@ -88,7 +88,7 @@ def trained(code: int = 0, loss: float = 1.0, **values: Any) -> Trained:
     """A run whose loss on the test split is the better, the worse it is on the validation split."""
     name = "-".join(map(str, values.values()))
     splits = {"valid": {"accuracy": 1 - loss, "loss": loss, "note": "text"}, "test": {"loss": 1 - loss}}
-    metrics = splits if code == 0 else {}
+    metrics: dict[str, Any] = splits if code == 0 else {}
     run = RunFolder(Path(name))
     return Trained(title="", request=cast("Any", None), values=values, run=run, code=code, metrics=metrics)
 
@@ -199,7 +199,8 @@ def test_the_picture_has_a_panel_for_each_flag_that_is_a_number() -> None:
     runs.append(dataclasses.replace(trained(lr=3, order="a", seed=0), metrics={}, stopped=4, score=2.0))
     steps, flag = draw_figure(drawing(summary(runs, "loss", "min"), runs)).axes
     assert (steps.get_xlabel(), flag.get_xlabel(), flag.get_xscale()) == ("step", "lr", "log")
-    bars = {float(bar[0].get_xdata()[0]): bar.has_yerr for bar in flag.containers}
+    containers: list[Any] = flag.containers
+    bars = {float(bar[0].get_xdata()[0]): bar.has_yerr for bar in containers}
     assert bars == {0.1: True, 9: True, 3: False}
 
 
