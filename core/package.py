@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.machinery
+import json
 import os
 import pkgutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -55,3 +57,16 @@ def _is_found_by_name() -> bool:
         if spec is not None:
             return spec.origin is not None and Path(spec.origin).resolve().parent == ROOT
     return False
+
+
+def call_in_child(target: str, seconds: float | None = None, /, **arguments: Any) -> Any:
+    """The result of isobatch's `module:function`, called in a new process; all values are JSON.
+
+    Raises RuntimeError with the end of its error output where the process fails, and
+    subprocess.TimeoutExpired where it takes longer.
+    """
+    words = own_command("call", target, json.dumps(arguments))
+    ended = subprocess.run(words, capture_output=True, text=True, check=False, timeout=seconds)
+    if ended.returncode:
+        raise RuntimeError(f"{target} in a child ended with {ended.returncode}: {ended.stderr[-2000:]}")
+    return json.loads(ended.stdout.splitlines()[-1])

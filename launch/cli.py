@@ -6,6 +6,7 @@ import csv
 import inspect
 import io
 import itertools
+import json
 import os
 import platform
 import shlex
@@ -115,6 +116,13 @@ def _run(words: Sequence[str]) -> int:
         start_status()
         doing(name)
     return COMMANDS[name].load()(rest)
+
+
+def call(words: Sequence[str]) -> int:
+    """Usage: call MODULE:FUNCTION JSON, in a process that `report` or `doctor` starts."""
+    target, arguments = words
+    print(json.dumps(load(target)(**json.loads(arguments))))
+    return DONE
 
 
 def show_help(topic: Sequence[str]) -> int:

@@ -22,11 +22,10 @@ from isobatch.engine.distributed.communicator import Communicator
 from isobatch.engine.distributed.liveness import Watchdog
 from isobatch.engine.distributed.stop_signals import StopFlag
 from isobatch.engine.hooks.checkpoint import Checkpoint
-from isobatch.engine.hooks.console import ShowSteps
 from isobatch.engine.hooks.data_guard import DataGuard
 from isobatch.engine.hooks.ema import Ema
 from isobatch.engine.hooks.evaluate import Evaluate
-from isobatch.engine.hooks.log import Log, NonFinite, Plots, Tracker
+from isobatch.engine.hooks.log import Log, NonFinite, Plots, ShowSteps, Tracker
 from isobatch.engine.hooks.machine import Machine, Memory
 from isobatch.engine.hooks.remarks import Remarks
 from isobatch.engine.hooks.spikes import Spikes

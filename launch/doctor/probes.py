@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Literal
 
 from isobatch.core.measures import format_bytes
-from isobatch.launch.report.child_process import call_in_child
+from isobatch.core.package import call_in_child
 
 MODULE = "launch.doctor.probes"
 SECONDS, GROUP_SECONDS = 60.0, 40

@@ -15,13 +15,13 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.extras import need
 from isobatch.core.measures import printable, wrapped
+from isobatch.core.package import call_in_child
 from isobatch.core.terminal import columns, doing, print_answer, table
 from isobatch.engine.machine.detect import detect
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.local.arguments import read_command
 from isobatch.launch.local.run_setup import AnswerOptions, held_out, open_run
 from isobatch.launch.report import records
-from isobatch.launch.report.child_process import call_in_child
 from isobatch.launch.report.tables import baselines_tables, runs_table
 from isobatch.models.encoder import report as comparison
 from isobatch.models.protocols import Drawing, ReportRow

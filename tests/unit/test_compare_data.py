@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from isobatch.engine.loading.prepare import prepare
 from isobatch.engine.registry import workload
-from isobatch.launch.forensics.diff import changed_rows
-from isobatch.launch.forensics.diff_text import data_words
+from isobatch.launch.forensics.diff import changed_rows, data_words
 
 if TYPE_CHECKING:
     from pathlib import Path
