@@ -279,11 +279,11 @@ def _commands(script: str) -> list[list[str]]:
 
 def test_the_slurm_jobs_are_printed(examples: Path) -> None:
     commands = _commands((examples / "slurm.sh").read_text())
-    for words in commands:
+    for words in commands[:-1]:
         done = succeed(*words, cwd=examples)
-        assert words[0] == "runs" or done.stdout.startswith("#!/bin/bash\n#SBATCH --job-name=")
+        assert done.stdout.startswith("#!/bin/bash\n#SBATCH --job-name=")
     assert [words[0] for words in commands] == ["slurm"] * 4 + ["runs"]
-    assert not (examples / "runs" / "two-nodes").exists()
+    assert not (examples / "runs").exists()
 
 
 THIRD_PLACE = (
@@ -302,7 +302,7 @@ def test_a_workload_is_a_model_file_a_data_file_and_one_entry(tmp_path: Path) ->
         return subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
 
     assert "line          fit a line" in isobatch_with_it("tasks")
-    assert "recipe of line" in isobatch_with_it("describe", "line")
+    assert "recipe of line" in isobatch_with_it("describe", "line", "--all", "--json")
     isobatch_with_it("auto", "--task", "line", "--steps", "3", "--name", "line", "--quiet")
     run = isobatch.load(tmp_path / "runs" / "line")
     assert (run.status, run.recipe.task, len(_losses(run))) == ("done", "line", 3)
