@@ -203,12 +203,12 @@ class Console:
         self.quiet, self.mark = quiet, mark
         self.stream = log.open("a", encoding="utf-8", buffering=1) if log else None
 
-    def say(self, text: str, always: bool = False) -> None:
-        """Write a line to log.txt and, unless quiet, to standard error. `always`: even if quiet."""
+    def say(self, text: str, always: bool = False, shown: bool = True) -> None:
+        """Write a line to log.txt and, where `shown`, to standard error: unless quiet, or `always`."""
         text = printable(text)
         if self.stream:
             self.stream.write(text + "\n")
-        if self.quiet and not always:
+        if not shown or (self.quiet and not always):
             return
         if not self.mark:  # else the parent process shows it
             text = wrapped(text, columns(sys.stderr))
@@ -224,10 +224,7 @@ class Console:
             doing()
         if writes:
             line = "  ".join((f"{row['phase']} {row['step']}/{total}", *figures))
-            if not on_terminal():
-                self.say(line)
-            elif self.stream:
-                self.stream.write(line + "\n")
+            self.say(line, shown=not on_terminal())
 
 
 def _figures(row: dict[str, Any], seconds_left: float) -> tuple[str, ...]:

@@ -162,8 +162,7 @@ def changed_rows(one: tuple[Data, Facts], other: tuple[Data, Facts]) -> dict[str
     width = max(facts.longest for _, facts in (one, other))
     rows = zip(*(_contents(*side, width, by_text) for side in (one, other)), strict=False)
     changed = [row for row, (a, b) in enumerate(rows) if a != b]
-    named = {"changed": changed[:MOST_NAMED], "changed_rows": len(changed)}
-    return {**named, "tokenizers_differ": by_text}
+    return {"changed": changed[:MOST_NAMED], "changed_rows": len(changed), "tokenizers_differ": by_text}
 
 
 def _tokenizer(facts: Facts) -> bytes:

@@ -81,9 +81,8 @@ class OwnModel:
 
         Raises UserError, also for what the task's code raises.
         """
-        if any(
-            row.keys() != rows[0].keys() for row in rows
-        ):  # in one table they would fill each other's gaps
+        # In one table rows with other fields would fill each other's gaps.
+        if any(row.keys() != rows[0].keys() for row in rows):
             raise UserError("rows: must all have the same fields")
         ending = Path(self.run.recipe.data).suffix.lower()
         with tempfile.TemporaryDirectory() as folder, ExitStack() as opened:

@@ -181,11 +181,9 @@ def _read_guests(
         for column, usual in zip(columns, COLUMNS_OF_A_ROW, strict=True)
     )
     if time is not None:
-        cells = [_number(row.get(time)) for _, (_, row) in rows]
-        is_text = any(isinstance(cell, str) for cell in cells)  # dates, which sort as they are written
-        rows = [
-            rows[n] for n in sorted(range(len(rows)), key=lambda n: str(cells[n]) if is_text else cells[n])
-        ]
+        times = {number: _number(row.get(time)) for number, (_, row) in rows}
+        is_text = any(isinstance(cell, str) for cell in times.values())  # dates sort as they are written
+        rows.sort(key=lambda row: str(times[row[0]]) if is_text else times[row[0]])
     for number, (where, row) in rows:
         if (given := row.get(tables.ITEMS_COLUMN)) is None:
             for column, usual in ((user, "user_id"), (item, "item_id")):
@@ -216,11 +214,6 @@ def _number(cell: Any) -> Any:
     with contextlib.suppress(TypeError, ValueError):
         return float("nan" if cell in (None, "") else cell)
     return cell
-
-
-def _in_time(cell: Any) -> tuple[bool, Any]:
-    """By which times sort: numbers, and dates, which sort as they are written."""
-    return isinstance(time := _number(cell), str), time
 
 
 def _rows(answers: Iterator[Answer]) -> Iterator[tuple[list[dict[str, Any]], int, int]]:

@@ -194,18 +194,15 @@ def summary(runs: Sequence[Trained], metric: str, direction: str) -> dict[str, A
 
 
 def _row(group: Sequence[Trained]) -> dict[str, Any]:
-    stops = [one for one in group if one.stopped]
-    return {
+    row = {
         "values": {name: value for name, value in group[0].values.items() if name != SEED},
         "runs": [str(one.run.folder) for one in group if one.run],
         "failed": sum(one.code != DONE for one in group),
         **_figures(group, VALID),
-        **(
-            {"stopped": stops[0].stopped, "score": statistics.fmean(one.score for one in stops)}
-            if stops
-            else {}
-        ),
     }
+    if stops := [one for one in group if one.stopped]:
+        row |= {"stopped": stops[0].stopped, "score": statistics.fmean(one.score for one in stops)}
+    return row
 
 
 def _figures(group: Sequence[Trained], split: str) -> dict[str, dict[str, float]]:

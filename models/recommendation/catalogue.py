@@ -69,13 +69,15 @@ def kept_rows(
         raise UserError(f"--from {final.parent}: has no {NAMES_FILE} of its users and items: put final/ back")
     before, now = json.loads((final / NAMES_FILE).read_text()), read_names(folder)
     known, items = Catalogue.read(folder), len(now["items"])
-    found, said, fits = dict[str, np.ndarray](), list[str](), True
+    found, said, fits, places = dict[str, np.ndarray](), list[str](), True, dict[str, np.ndarray]()
+    for what in ("user", "item"):
+        numbers = {name: number for number, name in enumerate(before[f"{what}s"])}
+        places[what] = np.array([numbers.get(name, -1) for name in now[f"{what}s"]], np.int64)
     trained = {"user": known.seen // items, "item": known.seen % items}
     for what in sides:
-        numbers = {name: number for number, name in enumerate(before[f"{what}s"])}
-        rows = np.array([numbers.get(name, -1) for name in now[f"{what}s"]])
+        rows = places[what].copy()
         kept = int((rows >= 0).sum())
-        new, gone, fits = len(rows) - kept, len(numbers) - kept, fits and kept > 0
+        new, gone, fits = len(rows) - kept, len(before[f"{what}s"]) - kept, fits and kept > 0
         said.append(f"{kept:,} {what}s carried over, {new:,} new, {gone:,} gone")
         rows[np.setdiff1d(np.flatnonzero(rows < 0), trained[what])] = -2
         found[f"{what}_bias.weight"] = rows
@@ -84,7 +86,7 @@ def kept_rows(
     if not (fits or reads_texts):
         way = f"give data with the ids of that run, or --like {final.parent}, which takes its recipe alone"
         raise UserError(f"{line}: {way}")
-    same, held_out = _trained_before(final, known, before, now)
+    same, held_out = _trained_before(final, known, places, len(before["items"]))
     if same:
         line += (
             f"; it was trained on {same:,} of the {held_out:,} interactions that are held out now, so that"
@@ -94,19 +96,18 @@ def kept_rows(
 
 
 def _trained_before(
-    final: Path, known: Catalogue, before: Mapping[str, list[str]], now: Mapping[str, list[str]]
+    final: Path, known: Catalogue, places: Mapping[str, np.ndarray], items: int
 ) -> tuple[int, int]:
-    """(how many of the data's held-out interactions the run in `final` was trained on, how many there are)"""
+    """(how many of the data's held-out interactions the run in `final` was trained on, how many there are).
+
+    `places`: the number that each user and item of the data had in the run, or -1; that had `items`.
+    """
     owner = np.repeat(np.arange(len(known.trained)), np.diff(known.starts))
     is_held_out = np.arange(len(owner)) - known.starts[owner] >= known.trained[owner]
-    held_out = (owner * len(now["items"]) + known.history)[is_held_out]
+    user, item = places["user"][owner[is_held_out]], places["item"][known.history[is_held_out]]
     with safe_open(final / VECTORS_FILE, "np") as file:
         if "held_out" not in file.keys():  # noqa: SIM118, an object without `in`
-            return 0, len(held_out)
+            return 0, len(user)
         learnt = np.setdiff1d(file.get_tensor("had"), file.get_tensor("held_out"))
-    user, item = np.divmod(learnt, max(1, len(before["items"])))
-    for numbers, what in ((user, "users"), (item, "items")):
-        place = {name: number for number, name in enumerate(now[what])}
-        numbers[:] = np.array([place.get(name, -1) for name in before[what]])[numbers]
-    learnt = (user * len(now["items"]) + item)[(user >= 0) & (item >= 0)]
-    return int(np.isin(held_out, learnt).sum()), len(held_out)
+    was_learnt = np.isin(user * items + item, learnt) & (user >= 0) & (item >= 0)
+    return int(was_learnt.sum()), len(user)

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, relu, scaled_dot_product_attention
+from torch.nn.functional import embedding, relu
 
+from isobatch.models.causal_block import CausalBlock
 from isobatch.models.recommendation.network import ID_INIT_STD, RecommenderNet
 
 if TYPE_CHECKING:
@@ -22,29 +23,6 @@ USERS_AT_ONCE = 1024
 """Users whose vectors are computed together."""
 INIT_STD = 0.02
 """Standard deviation of the initial ids and positions."""
-WIDENING = 4
-"""The MLP of a block is so many times as wide as an item's vector."""
-
-
-class SequenceBlock(nn.Module):
-    """A transformer layer whose items attend to themselves and those before."""
-
-    def __init__(self, dim: int, heads: int, dropout: float) -> None:
-        super().__init__()
-        self.heads = heads
-        self.attention_norm, self.mlp_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-        self.up, self.down = nn.Linear(dim, WIDENING * dim), nn.Linear(WIDENING * dim, dim)
-        self.attention_dropout, self.mlp_dropout = nn.Dropout(dropout), nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, T, d) -> (B, T, d)."""
-        rows, items, dim = x.shape
-        qkv = self.qkv(self.attention_norm(x)).view(rows, items, 3, self.heads, -1)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4)
-        seen = scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.attention_dropout(self.out(seen.transpose(1, 2).reshape(rows, items, dim)))
-        return x + self.mlp_dropout(self.down(relu(self.up(self.mlp_norm(x)))))
 
 
 class SequenceEncoder(nn.Module):
@@ -56,7 +34,7 @@ class SequenceEncoder(nn.Module):
         self.positions = nn.Embedding(longest, dim)
         self.positions.weight.data.mul_(INIT_STD)
         self.input_dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(SequenceBlock(dim, heads, dropout) for _ in range(blocks))
+        self.blocks = nn.ModuleList(CausalBlock(dim, heads, relu, dropout) for _ in range(blocks))
         self.norm = nn.LayerNorm(dim)
 
     def forward(self, items: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from isobatch.models.causal_block import CausalBlock
 from isobatch.models.causal_lm.chunked_cross_entropy import IGNORE_INDEX, chunked_loss
 from isobatch.models.sequence_vae.monitor import Posterior, PosteriorMonitor
 
@@ -44,27 +45,6 @@ class NetworkConfig:
     dropout: float
 
 
-class CausalBlock(nn.Module):
-    """A pre-norm transformer layer whose tokens attend to themselves and those before."""
-
-    def __init__(self, config: NetworkConfig) -> None:
-        super().__init__()
-        width = config.hidden
-        self.heads = width // HEAD_WIDTH if width % HEAD_WIDTH == 0 else 1
-        self.attention_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, T, D) -> (B, T, D)."""
-        rows, tokens, width = x.shape
-        qkv = self.qkv(self.attention_norm(x)).view(rows, tokens, 3, self.heads, -1)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(seen.transpose(1, 2).reshape(rows, tokens, width))
-        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
-
-
 class GRUBackbone(nn.Module):
     """GRU layers with dropout between them. torch's own dropout of a GRU would not be keyed."""
 
@@ -88,7 +68,8 @@ class TransformerBackbone(nn.Module):
         super().__init__()
         self.enter = nn.Linear(width, config.hidden)
         self.positions = nn.Embedding(config.max_length, config.hidden)
-        self.layers = nn.ModuleList(CausalBlock(config) for _ in range(config.layers))
+        heads = config.hidden // HEAD_WIDTH if config.hidden % HEAD_WIDTH == 0 else 1
+        self.layers = nn.ModuleList(CausalBlock(config.hidden, heads, F.gelu) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.hidden)
 
     def forward(self, x: Tensor, state: Tensor | None = None) -> Tensor:
