@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import get_args
 
 from isobatch.core.errors import DONE, UserError
-from isobatch.core.flags import Flag, NoOptions, choices_of, flags_of
+from isobatch.core.flags import NoOptions, choices_of, flags_of
 from isobatch.launch.cli import COMMANDS, GROUPS, find_command
 from isobatch.launch.local.arguments import read_command
 
@@ -45,20 +45,14 @@ def candidates(before: Sequence[str], begun: str) -> list[str]:
         return list(SCRIPTS) if typed == "completion" else [*tasks, *COMMANDS, *GROUPS]
     if not typed or (nexts and not begun.startswith("-")) or nexts == {"--to"}:
         return sorted(nexts)
+    from isobatch.launch.commands.describe import OF_A_RECIPE, task_flags
+
     name, rest = find_command(before)
-    flags = _flags(name, rest)
+    task = next((after for word, after in itertools.pairwise(rest) if word == "--task"), "")
+    of_task = task_flags(task).values() if name.split()[0] in OF_A_RECIPE else ()
+    flags = dict(itertools.chain(*(group.items() for group in (*of_task, flags_of(COMMANDS[name].options)))))
     flag = flags.get(before[-1].removeprefix("--").replace("-", "_"))
     if flag and not begun.startswith("-"):
         kinds = (flag.kind, *get_args(flag.kind))
         return tasks if flag.name == "task" else [str(word) for kind in kinds for word in choices_of(kind)]
     return [flag.spelling for flag in flags.values()] if begun.startswith("-") else []
-
-
-def _flags(name: str, words: Sequence[str]) -> dict[str, Flag]:
-    """The flags of a command, and those of a recipe: of its task, where --task is among `words`."""
-    from isobatch.launch.commands.describe import OF_A_RECIPE, task_flags
-
-    own = flags_of(COMMANDS[name].options)
-    task = next((after for word, after in itertools.pairwise(words) if word == "--task"), "")
-    groups = task_flags(task).values() if name.split()[0] in OF_A_RECIPE else ()
-    return dict(itertools.chain(*(group.items() for group in groups), own.items()))

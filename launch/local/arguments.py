@@ -340,7 +340,8 @@ def refuse_wrong(found: Translation, known: Mapping[str, Flag | None], where: st
     """Raises UserError that names all flags that are unknown, with what may be meant, and all values that
     are not valid. `known`: name -> flag; None where its value is checked elsewhere.
     """
-    said, valid = list(found.wrong), flag_words.words_for(known)
+    valid = [*known, *(word for word, ours in flag_words.SYNONYMS.items() if ours in known)]
+    said = list(found.wrong)
     for name, text in found.flags.items():
         try:
             if flag := known.get(name):

@@ -137,11 +137,6 @@ def _filled(template: str, value: str) -> str:
     return template.replace("{}", value)
 
 
-def words_for(known: Collection[str]) -> list[str]:
-    """These flags, and their names in other tools."""
-    return [*known, *(word for word, ours in SYNONYMS.items() if ours in known)]
-
-
 SOURCES = ("config", "like", "from")
 """Flags that name where other flags come from: a file, the recipe of a run, and that with its weights."""
 NOTHING = ("null", "~", "")
