@@ -71,9 +71,16 @@ def columns(stream: TextIO | None = None) -> int:
     return shutil.get_terminal_size().columns if is_terminal else PIPE_COLUMNS
 
 
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows as lines for standard output with their columns below each other."""
-    return "\n".join(aligned(rows, columns()))
+def on_screen(text: str, stream: TextIO | None = None) -> str:
+    """Text within the width of a terminal; whole in a pipe or a file, where programs read lines."""
+    return wrapped(text, columns(stream)) if (stream or sys.stdout).isatty() else text
+
+
+def table(rows: Sequence[Sequence[str]], width: int = 0) -> str:
+    """Rows as lines for standard output with their columns below each other: within `width`, by default that
+    of a terminal, and whole in a pipe.
+    """
+    return "\n".join(aligned(rows, width or (columns() if sys.stdout.isatty() else 0)))
 
 
 def _write(stream: TextIO, text: str) -> None:
@@ -211,7 +218,7 @@ class Console:
         if not shown or (self.quiet and not always):
             return
         if not self.mark:  # else the parent process shows it
-            text = wrapped(text, columns(sys.stderr))
+            text = on_screen(text, sys.stderr)
         with contextlib.suppress(OSError):  # standard error may be closed; training goes on
             print(self.mark + text.replace("\n", f"\n{self.mark}"), file=sys.stderr, flush=True)
 
@@ -257,7 +264,7 @@ def format_metrics(metrics: Mapping[str, Any], form: str) -> str:
 def print_lines(*lines: object, quiet: bool = False) -> None:
     """Print lines for the user on standard error, unless --quiet."""
     for line in () if quiet else lines:
-        print(wrapped(printable(line), columns(sys.stderr)), file=sys.stderr)
+        print(on_screen(printable(line), sys.stderr), file=sys.stderr)
 
 
 def fitted(text: str) -> str:

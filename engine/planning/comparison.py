@@ -75,7 +75,9 @@ def format_comparison(found: Comparison) -> str:
     heads += [] if found.deadline is None else [f"within {format_duration(found.deadline)}"]
     rows = [heads, *(_cells(e, found) for e in found.estimates)]
     reasons = [f"{e.target.name}: {e.why_not}" for e in found.estimates if not e.plan]
-    return "\n".join([table(rows), "", wrapped("\n".join([*reasons, *_conclusions(found)]), columns())])
+    return "\n".join(
+        [table(rows, columns()), "", wrapped("\n".join([*reasons, *_conclusions(found)]), columns())]
+    )
 
 
 def _cells(e: Estimate, found: Comparison) -> list[str]:
@@ -190,7 +192,7 @@ def reasons(found: Estimate) -> str:
         f"recipe {recipe.hash()}: {recipe.task}, global batch {recipe.batch_size},"
         f" {facts.samples['train']:,} samples of up to {facts.longest} tokens",
         "",
-        table([(name, _cell(name, v), why) for name, (v, why) in shown.items()]),
+        table([(name, _cell(name, v), why) for name, (v, why) in shown.items()], columns()),
         "",
         f"a step: {plan.predicted_step_seconds:.3g} s; the whole run: {', '.join(parts)}",
         *([f"prices: {PRICES}"] if found.price is not None else []),

@@ -175,11 +175,16 @@ class Training:
         if layout.foreign_noise is None:
             layout.foreign_noise = has_drawn(before, self.world.device)
 
-    def caching_transforms(self) -> contextlib.AbstractContextManager[None]:
-        """Compute functions of weights, such as fake quantisation, once for all micro-batches of a step."""
+    def whole_step(self, step: int) -> contextlib.ExitStack:
+        """What holds for all micro-batches of a step: functions of weights, such as fake quantisation, are
+        computed once, and parameters rest while others have their turn.
+        """
+        stack = contextlib.ExitStack()
         if self.layout.transforms and self.strategy.caches_transforms:
-            return _holding(self.layout.transforms)
-        return contextlib.nullcontext()
+            stack.enter_context(_holding(self.layout.transforms))
+        if isinstance(self.task, TakesTurns):
+            stack.enter_context(self._turn(self.task.turn_of(step), step))
+        return stack
 
     def after_step(
         self, step: int, recorded: Mapping[str, Tensor], log: Callable[[str, Any], None]
@@ -193,15 +198,12 @@ class Training:
         return change
 
     @contextlib.contextmanager
-    def turn(self, step: int) -> Iterator[None]:
-        """Inside, only those parameters get gradients that a step trains."""
-        resting = []
-        if isinstance(self.task, TakesTurns):
-            begins = self.task.turn_of(step)
-            trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
-            resting = [p for name, p in trained if not name.startswith(begins)]
-            if len(resting) == len(trained):
-                raise TrainingError(f"turn_of({step}): no parameter's name begins with {begins!r}")
+    def _turn(self, begins: str | tuple[str, ...], step: int) -> Iterator[None]:
+        """Inside, only parameters whose names begin so get gradients."""
+        trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        resting = [p for name, p in trained if not name.startswith(begins)]
+        if len(resting) == len(trained):
+            raise TrainingError(f"turn_of({step}): no parameter's name begins with {begins!r}")
         for p in resting:
             p.requires_grad_(False)
         try:

@@ -50,7 +50,7 @@ def train_step(state: Training, batch: LoadedStep, hooks: Hooks) -> StepOutput:
     norm = None
     while norm is None:  # fp16 overflowed: the same step again, with a smaller loss scale
         sums = Sums(state.layout, world.device, dtype)
-        with strategy.accumulate_gradients(), state.caching_transforms(), state.turn(step):
+        with strategy.accumulate_gradients(), state.whole_step(step):
             last = len(work.micro_batches) - 1
             for number, (micro, host) in enumerate(zip(work.micro_batches, batch.batches, strict=True)):
                 # A rank that has no samples computes one with weight zero where the strategy's passes are

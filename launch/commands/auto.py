@@ -10,10 +10,10 @@ from typing import Any
 
 from isobatch.core.errors import DONE, UserError
 from isobatch.core.flags import flags_of
-from isobatch.core.measures import printable, wrapped
+from isobatch.core.measures import printable
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import Recipe
-from isobatch.core.terminal import columns, format_metrics, print_answer, print_lines, table
+from isobatch.core.terminal import format_metrics, on_screen, print_answer, print_lines, table
 from isobatch.data.base import Data
 from isobatch.data.streaming.store import refuse_secrets
 from isobatch.engine import consent
@@ -171,6 +171,6 @@ def print_outcome(run: RunFolder) -> None:
     figures = format_metrics(rest, ".4g")
     status, steps, split = (summary.get(k) for k in ("status", "steps", "split"))
     measured = f", {split}: {figures}" if split else ", nothing was measured" if status == "done" else ""
-    print(wrapped(printable(f"{run.folder}: {status}, {steps} steps{measured}"), columns()))
+    print(on_screen(printable(f"{run.folder}: {status}, {steps} steps{measured}")))
     if beside:
         print(printable(table(beside)))

@@ -13,7 +13,6 @@ from types import FrameType
 from typing import Any
 
 from isobatch.core import atomic_files, terminal
-from isobatch.core.measures import wrapped
 from isobatch.core.package import LOOPBACK_SCRIPT, ROOT
 from isobatch.core.plan import Plan
 from isobatch.core.terminal import LINE_MARK
@@ -122,7 +121,7 @@ def relay_output(child: subprocess.Popen[bytes], log: Any) -> None:
                 terminal.doing()
             with contextlib.suppress(OSError):  # the terminal may be closed; training goes on
                 said = line[len(LINE_MARK.encode()) :].decode(errors="replace")
-                sys.stderr.write(wrapped(said, terminal.columns(sys.stderr)))
+                sys.stderr.write(terminal.on_screen(said, sys.stderr))
                 sys.stderr.flush()
         elif line.startswith(terminal.STATUS_MARK.encode()):
             terminal.show_status_of_child(line.decode(errors="replace"))

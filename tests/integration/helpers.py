@@ -9,7 +9,6 @@ import http.client
 import io
 import json
 import os
-import re
 import shutil
 import subprocess
 import time
@@ -35,15 +34,12 @@ RAGGED = f"{ROOT}/tests/tasks/ragged.py:RaggedLM"
 def launch(
     *words: str, cwd: Path, timeout: float = 240, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """`isobatch WORDS` in a folder, to its end; sentences on standard error are one line again."""
+    """`isobatch WORDS` in a folder, to its end."""
     variables = {**os.environ, **environment}
     # A fork has no GPU where libraries asked for one before it.
     if not torch.cuda.is_available() and (warm := _zygote()).serves(variables):
-        done = warm.run(words, cwd, variables, timeout)
-    else:
-        done = command(own_command(*words), cwd, timeout, **environment)
-    done.stderr = re.sub(r"(?<=[^\n]{50})\n  (?=\S)", " ", done.stderr)
-    return done
+        return warm.run(words, cwd, variables, timeout)
+    return command(own_command(*words), cwd, timeout, **environment)
 
 
 def succeed(*words: str, cwd: Path, **more: Any) -> subprocess.CompletedProcess[str]:

@@ -78,7 +78,7 @@ def test_gpus_that_are_worth_little_are_said_and_a_card_may_be_named_as_in_a_pla
     assert "1 of the 8 GPUs would take" in named.stderr
     unknown = launch(*words, cwd=tmp_path, PATH="/usr/bin/nowhere")
     assert unknown.returncode == named.returncode == 0
-    assert "as in --hardware h100" in unknown.stderr
+    assert "--hardware h100 names them" in unknown.stderr
 
 
 def test_one_submission_of_a_run_at_a_time(tmp_path: Path) -> None:
