@@ -38,14 +38,14 @@ if wanted != found:
 print(f"{Path(sys.argv[1]).name}: the product's {len(found)} files")
 PYTHON
 
-# environment NAME PYTHON WHEEL: $bin and $site are its folders. Where no index can be reached in ten minutes, the
+# environment NAME PYTHON WHEEL: $bin and $site are its folders. Where no index can be reached in four minutes, the
 # libraries are those of the tests, whose .pth files, that of this clone too, do not count there.
 environment() {
   local purelib='import sysconfig; print(sysconfig.get_path("purelib"))'
   uv venv --python "$2" "$work/$1"
   bin="$work/$1/bin"
   site=$("$bin/python" -c "$purelib")
-  timeout 600 "$python" -m uv --quiet pip install --python "$bin/python" "$3" && return
+  timeout 240 "$python" -m uv --quiet pip install --python "$bin/python" "$3" && return
   echo "wheel: $3 is tried with the libraries of $python, as its own cannot be had here"
   uv pip install --no-deps --python "$bin/python" "${3%%[*}"
   "$python" -c "$purelib" > "$site/lent.pth"
@@ -87,7 +87,7 @@ PYTHON
 for one in ${PYTHONS:-$python}; do
   try "$one"
 done
-(cd "$work/empty" && timeout 600 "$python" -m uv --quiet tool run --from "$wheel" isobatch --version) ||
+(cd "$work/empty" && timeout 240 "$python" -m uv --quiet tool run --from "$wheel" isobatch --version) ||
   echo "wheel: not tried by uvx, as its libraries cannot be had here"
 if [ -n "${EXTRAS-}" ]; then
   for name in $("$python" -c "
