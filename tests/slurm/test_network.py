@@ -55,8 +55,17 @@ WORDS = ("1", "n1,n2", "1", "10.77.0.1")
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """Planned for two nodes, with the job's words to them."""
+    for name in (
+        "sbatch",
+        "squeue",
+        "sinfo",
+        "scontrol",
+    ):  # a Slurm that takes the job, and knows of no other
+        (tmp_path / "bin" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "bin" / name).write_text("#!/bin/sh\n" + "echo 7\n" * (name == "sbatch"))
+        (tmp_path / "bin" / name).chmod(0o755)
     words = ["slurm", "--task", f"{TASKS}:Line", "--cpu", "--nodes", "2", "--time", "5", "--name", "r"]
-    done = launch(*words, cwd=tmp_path)
+    done = launch(*words, "--submit", cwd=tmp_path, PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     assert done.returncode == 0, done.stderr
     (tmp_path / "runs" / "r" / "slurm" / "meeting-1").mkdir(parents=True)
     found = open_run(str(tmp_path / "runs" / "r"))
