@@ -166,6 +166,9 @@ class KeepsRows(Protocol):
         -1: the mean of all that are not zero; -2: zeros.
         """
 
+    def trained_before(self, run: Path, facts: Facts) -> str:
+        """A line on held-out samples that the earlier run was trained on; "" where there are none."""
+
 
 @runtime_checkable
 class RecordsFigures(Protocol):

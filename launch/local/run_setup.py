@@ -73,7 +73,9 @@ def prepared_facts(request: Request, task: Any, data: Any) -> Facts:
     """
     facts = prepare(data, partial(print_lines, quiet=request.run.quiet))
     if (origin := request.recipe.starts_from) and isinstance(task, KeepsRows):
-        print_lines(task.kept_rows(Path(origin["run"]), facts)[1], quiet=request.run.quiet)
+        run = Path(origin["run"])
+        said = task.kept_rows(run, facts)[1], task.trained_before(run, facts)
+        print_lines(*filter(None, said), quiet=request.run.quiet)
     return facts
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -32,7 +32,6 @@ LISTS_AT_A_TIME = 1000
 ROWS_AT_A_TIME = 1 << 20
 QUANTITY = "quantity"
 MOST_NAMED = 5
-COLUMNS_OF_A_ROW = tuple(COLUMNS[name] for name in ("user", "item", "time"))
 GUEST_COLUMNS = "a user and an item are needed: name them user_id and item_id, or as the run's data does"
 NOTHING_LEFT = "what users had is left out unless --with-seen, and --only and --without restrict the rest"
 EMPTY_LIST = f"recommend: nothing is left to offer: {NOTHING_LEFT}"
@@ -175,16 +174,12 @@ def _read_guests(
     """
     guests: dict[str, dict[str, float]] = {}
     unknown: list[str] = []
-    rows = [*enumerate(tables.read_table(file, "--guests", columns), 1)]
-    user, item, time = (
-        column if column in rows[0][1][1] else usual_name(usual, [*rows[0][1][1]])
-        for column, usual in zip(columns, COLUMNS_OF_A_ROW, strict=True)
+    rows = sorted(
+        enumerate(tables.read_table(file, "--guests", columns), 1),
+        key=lambda row: _when(row[1][1].get(_column(row[1][1], columns[2], "time"))),
     )
-    if time is not None:
-        times = {number: _number(row.get(time)) for number, (_, row) in rows}
-        is_text = any(isinstance(cell, str) for cell in times.values())  # dates sort as they are written
-        rows.sort(key=lambda row: str(times[row[0]]) if is_text else times[row[0]])
     for number, (where, row) in rows:
+        user, item = _column(row, columns[0], "user"), _column(row, columns[1], "item")
         if (given := row.get(tables.ITEMS_COLUMN)) is None:
             for column, usual in ((user, "user_id"), (item, "item_id")):
                 readers.require_name(column or usual, [*row], where, otherwise=GUEST_COLUMNS)
@@ -207,6 +202,19 @@ def _read_guests(
         raise UserError("; ".join(said))
     remarks += said
     return guests
+
+
+def _column(row: Mapping[str, Any], given: str | None, kind: str) -> str | None:
+    """The column of a row that is its user, item or time; None for none."""
+    return given if given in row else usual_name(COLUMNS[kind], [*row])
+
+
+def _when(cell: Any) -> tuple[float, str]:
+    """What sorts rows by time: none comes first; dates, which sort as written, come after numbers."""
+    time = _number(cell)
+    if not isinstance(time, float):
+        return float("inf"), str(time)
+    return time if time == time else -float("inf"), ""
 
 
 def _number(cell: Any) -> Any:

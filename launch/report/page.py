@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.extras import need
-from isobatch.core.measures import printable, wrapped
+from isobatch.core.measures import printable
 from isobatch.core.package import call_in_child
-from isobatch.core.terminal import columns, doing, print_answer, table
+from isobatch.core.terminal import doing, on_screen, print_answer, table
 from isobatch.engine.machine.detect import detect
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.local.arguments import read_command
@@ -78,7 +78,7 @@ def text_of(contents: Contents, folder: Path) -> str:
     parts = (part for part in summary_parts(contents) if part.kind != "note")
     said = [table(part.rows) if part.rows else part.text for part in parts]
     said.append(f"all figures: {folder}/report.html, as text {folder}/report.md")
-    return wrapped("\n\n".join(filter(None, said)), columns())
+    return on_screen("\n\n".join(filter(None, said)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,26 +58,20 @@ def kept_rows(
     final: Path, folder: str | Path, sides: Iterable[str], reads_texts: bool
 ) -> tuple[dict[str, np.ndarray], str]:
     """(table -> the row of an earlier run for each user or item of the data, by the name that both have; how
-    many these are, and how many of the held-out interactions that run was trained on, a line). `sides`: those
-    with vectors of their own, of `user` and `item`.
+    many these are, a line). `sides`: those with vectors of their own, of `user` and `item`.
 
     New ones begin with the mean (-1), or with zeros (-2) where training has nothing of them, or where their
     texts speak for them. Raises UserError where `final` has no names, or where of a side none is known and
     no texts are read.
     """
-    if not (final / NAMES_FILE).is_file():
-        raise UserError(f"--from {final.parent}: has no {NAMES_FILE} of its users and items: put final/ back")
-    before, now = json.loads((final / NAMES_FILE).read_text()), read_names(folder)
-    known, items = Catalogue.read(folder), len(now["items"])
-    found, said, fits, places = dict[str, np.ndarray](), list[str](), True, dict[str, np.ndarray]()
-    for what in ("user", "item"):
-        numbers = {name: number for number, name in enumerate(before[f"{what}s"])}
-        places[what] = np.array([numbers.get(name, -1) for name in now[f"{what}s"]], np.int64)
+    before, places = _places(final, folder)
+    known, found, said, fits = Catalogue.read(folder), dict[str, np.ndarray](), list[str](), True
+    items = len(places["item"])
     trained = {"user": known.seen // items, "item": known.seen % items}
     for what in sides:
         rows = places[what].copy()
         kept = int((rows >= 0).sum())
-        new, gone, fits = len(rows) - kept, len(before[f"{what}s"]) - kept, fits and kept > 0
+        new, gone, fits = len(rows) - kept, before[what] - kept, fits and kept > 0
         said.append(f"{kept:,} {what}s carried over, {new:,} new, {gone:,} gone")
         rows[np.setdiff1d(np.flatnonzero(rows < 0), trained[what])] = -2
         found[f"{what}_bias.weight"] = rows
@@ -86,28 +80,38 @@ def kept_rows(
     if not (fits or reads_texts):
         way = f"give data with the ids of that run, or --like {final.parent}, which takes its recipe alone"
         raise UserError(f"{line}: {way}")
-    same, held_out = _trained_before(final, known, places, len(before["items"]))
-    if same:
-        line += (
-            f"; it was trained on {same:,} of the {held_out:,} interactions that are held out now, so that"
-        )
-        line += " figures flatter it: keep its --split, and begin with a run that holds out"
     return found, line
 
 
-def _trained_before(
-    final: Path, known: Catalogue, places: Mapping[str, np.ndarray], items: int
-) -> tuple[int, int]:
-    """(how many of the data's held-out interactions the run in `final` was trained on, how many there are).
-
-    `places`: the number that each user and item of the data had in the run, or -1; that had `items`.
+def trained_before(final: Path, folder: str | Path) -> str:
+    """A line on how many of the data's held-out interactions the run in `final` was trained on; "" where it
+    was on none, or does not say which pairs it held out.
     """
+    (before, places), known = _places(final, folder), Catalogue.read(folder)
     owner = np.repeat(np.arange(len(known.trained)), np.diff(known.starts))
     is_held_out = np.arange(len(owner)) - known.starts[owner] >= known.trained[owner]
     user, item = places["user"][owner[is_held_out]], places["item"][known.history[is_held_out]]
     with safe_open(final / VECTORS_FILE, "np") as file:
         if "held_out" not in file.keys():  # noqa: SIM118, an object without `in`
-            return 0, len(user)
+            return ""
         learnt = np.setdiff1d(file.get_tensor("had"), file.get_tensor("held_out"))
-    was_learnt = np.isin(user * items + item, learnt) & (user >= 0) & (item >= 0)
-    return int(was_learnt.sum()), len(user)
+    same = int((np.isin(user * before["item"] + item, learnt) & (user >= 0) & (item >= 0)).sum())
+    said = f"it was trained on {same:,} of the {len(user):,} interactions that are held out now"
+    way = "figures flatter it: keep its --split, and begin with a run that holds out"
+    return f"--from {final.parent}: {said}, so that {way}" if same else ""
+
+
+def _places(final: Path, folder: str | Path) -> tuple[dict[str, int], dict[str, np.ndarray]]:
+    """Of `user` and `item`: (how many an earlier run has, the number there of each of the data, or -1).
+
+    Raises UserError where `final` has no names.
+    """
+    if not (final / NAMES_FILE).is_file():
+        raise UserError(f"--from {final.parent}: has no {NAMES_FILE} of its users and items: put final/ back")
+    before, now = json.loads((final / NAMES_FILE).read_text()), read_names(folder)
+    counts, places = dict[str, int](), dict[str, np.ndarray]()
+    for what in ("user", "item"):
+        numbers = {name: number for number, name in enumerate(before[f"{what}s"])}
+        counts[what] = len(before[f"{what}s"])
+        places[what] = np.array([numbers.get(name, -1) for name in now[f"{what}s"]], np.int64)
+    return counts, places

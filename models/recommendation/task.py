@@ -106,7 +106,11 @@ class Recommender(Task):
     Options: ClassVar = RecommenderOptions
     data: ClassVar = "data.interactions.dataset:Interactions"
     measured_files: ClassVar = (BASELINES_FILE,)
-    follow_ups: ClassVar = ("serve {run}", "recommend {run} --out a", "auto --task recommender --from {run}")
+    follow_ups: ClassVar = (
+        "serve {run}",
+        "recommend {run} --out lists.csv",
+        "auto --task recommender --from {run}",
+    )
     exports: ClassVar = ("onnx", "vectors", "vectors-als")
     set_beside: ClassVar = (*(f"full_{one}" for one in BASELINES), "full", *BASELINES)
     defaults: ClassVar = {
@@ -377,6 +381,11 @@ class Recommender(Task):
 
         sides = ("item",) if self.in_sequences else ("user", "item")
         return kept_rows(run / "final", facts.folder, sides, self.options.text != "off")
+
+    def trained_before(self, run: Path, facts: Facts) -> str:
+        from isobatch.models.recommendation.catalogue import trained_before
+
+        return trained_before(run / "final", facts.folder)
 
     def open_lists(self, final: Path, by: str = BEST) -> recommendations.Recommendations:
         with hub.reading(final):

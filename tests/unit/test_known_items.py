@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from isobatch.core.errors import UserError
+from isobatch.launch.predicting import recommend
 from isobatch.launch.predicting.predict import Answerer
 from isobatch.launch.predicting.recommend import ListOptions, RecommendOptions, answer, restrict
 from isobatch.launch.predicting.tables import UserReader
@@ -154,6 +155,29 @@ def test_guests_have_the_lists_of_what_they_took_and_quantities_weigh_it(
     (tmp_path / "basket.csv").write_text("item_id\ni1\nnew\ni2\n")
     assert answer(lists, RecommendOptions(items=str(tmp_path / "basket.csv"), top=4, json=True), []) == 0
     assert json.loads(capsys.readouterr().out)["items"] == one["items"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "found"),
+    [
+        ("none.csv", "user,item\ng,i3\ng,i1\ng,i3\n", {"g": ["i1", "i3"]}),
+        ("numbers.csv", "user,item,time\ng,i3,100\nh,i1,7\ng,i1,20\ng,i2,\n", {"g": ["i2", "i1", "i3"]}),
+        ("dates.csv", "user,item,date\ng,i3,2026-02-01\ng,i1,2025-12-31\n", {"g": ["i1", "i3"]}),
+        (
+            "later.jsonl",
+            '{"items": ["i1"]}\n{"user": "g", "item": "i3"}\n',
+            {"1": ["i1"], "g": ["i3"]},
+        ),
+        ("first.jsonl", '{"user": "g", "item": "i3"}\n{"items": ["i1"]}\n', {"2": ["i1"], "g": ["i3"]}),
+    ],
+)
+def test_what_guests_took_is_in_time(
+    name: str, text: str, found: dict[str, list[str]], tmp_path: Path
+) -> None:
+    """Each row has columns of its own; an item that repeats counts where it is last."""
+    (tmp_path / name).write_text(text)
+    guests = recommend._read_guests(write_model(tmp_path), str(tmp_path / name), (None,) * 3, [])  # noqa: SLF001
+    assert {user: [*items] for user, items in guests.items() if user != "h"} == found
 
 
 def test_guests_of_whom_nothing_is_known_are_counted(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 
 import pytest
@@ -11,6 +12,7 @@ from isobatch.core.measures import aligned, wrapped
 from isobatch.core.recipe import Recipe
 from isobatch.engine.registry import TASKS, workload
 from isobatch.launch.cli import COMMANDS, find_command
+from isobatch.launch.predicting import tables
 from isobatch.models.base import Task
 
 WORDS = "one fairly long remark about a run, and/with/a/path/that/is/longer/than/any/column/may/be"
@@ -51,3 +53,6 @@ def test_the_commands_after_a_run_have_names_and_flags_that_there_are(task: str)
         asked = {word[2:].replace("-", "_") for word in words if word.startswith("--")}
         assert asked <= flags, command
         assert "runs/a" in words
+        options = dict(itertools.pairwise(words))
+        assert options.get("--out", ".csv").endswith(tables.OUT_ENDINGS)
+        assert "--to" not in options or options["--to"] in workload(task).task.exports
