@@ -176,7 +176,7 @@ def _read_guests(
     unknown: list[str] = []
     rows = sorted(
         enumerate(tables.read_table(file, "--guests", columns), 1),
-        key=lambda row: _when(row[1][1].get(_column(row[1][1], columns[2], "time"))),
+        key=lambda row: _when(row[1][1].get(_column(row[1][1], columns[2], "time") or "")),
     )
     for number, (where, row) in rows:
         user, item = _column(row, columns[0], "user"), _column(row, columns[1], "item")
