@@ -3,28 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import tomllib
+from pathlib import Path
 
 from isobatch.core.errors import UserError
 
-EXTRAS = {
-    "deepspeed": "zero",
-    "bitsandbytes": "4bit",
-    "onnx": "onnx",
-    "onnxruntime": "onnx",
-    "onnxscript": "onnx",
-    "matplotlib": "plots",
-    "datasets": "data",
-    "gguf": "gguf",
-    "sklearn": "baselines",
-    "usearch": "index",
-    "tensorboard": "trackers",
-    "ray": "ray",
-    "starlette": "serve",
-    "uvicorn": "serve",
-    "lm_eval": "lm-eval",
-    "s3fs": "s3",
-    "gcsfs": "gs",
-}
+_EXTRAS = tomllib.loads(Path(__file__).with_name("extras.toml").read_text(encoding="utf-8"))
+EXTRAS = {library: extra for extra, libraries in _EXTRAS.items() for library in libraries.split()}
 """Library -> the extra of pyproject.toml with it."""
 
 

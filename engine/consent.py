@@ -21,13 +21,8 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core import atomic_files, hub_cache
 from isobatch.core.errors import UserError
 from isobatch.core.recipe import DEMO, Recipe
-from isobatch.engine.task_files import (
-    imported_files,
-    is_task_file,
-    task_file,
-    task_file_hash,
-    task_file_problem,
-)
+from isobatch.engine import task_files
+from isobatch.engine.task_files import is_task_file, task_file, task_file_hash
 
 if TYPE_CHECKING:
     from isobatch.engine.runs.run_options import RunOptions
@@ -151,7 +146,7 @@ def require(
     With `trust` the user does so now, and to what `require_reading` asks. Raises UserError where the user has
     not, or where a task file is not the one that was trained.
     """
-    if _names(recipe) and (changed := task_file_problem(recipe)):
+    if _names(recipe) and (changed := task_files.task_file_problem(recipe)):
         raise UserError(changed)
     if trust:
         _remember(recipe, run, options)
@@ -241,7 +236,7 @@ def _code_of_file(location: str) -> dict[str, str]:
     """As `code_of`, for ./file.py:Class; nothing for another word, or where there is no file."""
     if not is_task_file(location) or not task_file(location).is_file():
         return {}
-    return {str(p): _hash(p.read_bytes()) for p in imported_files(task_file(location).resolve())}
+    return {str(p): _hash(p.read_bytes()) for p in task_files.imported_files(task_file(location).resolve())}
 
 
 def _models(recipe: Recipe, final: Path | None) -> Iterator[tuple[str, Path | None]]:

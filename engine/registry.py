@@ -11,31 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from isobatch.core import flags
 from isobatch.core.errors import UserError
-from isobatch.core.flags import (
-    Flag,
-    build_options,
-    convert,
-    flags_of,
-    nearest_hint,
-    spelling,
-    to_json_value,
-    value_text,
-)
+from isobatch.core.flags import Flag, flags_of, nearest_hint
 from isobatch.core.optimizers import OPTIMIZERS, OWN
 from isobatch.core.package import load
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import DEMO, SHORT_MODEL_NAMES, TASK_CODE, Recipe
 from isobatch.data.base import Data
 from isobatch.data.streaming.store import is_remote
-from isobatch.engine import consent
-from isobatch.engine.task_files import (
-    imported_files,
-    is_task_file,
-    load_task_class,
-    misnamed_methods,
-    task_file_hash,
-)
+from isobatch.engine import consent, task_files
+from isobatch.engine.task_files import is_task_file
 from isobatch.models.base import Task
 from isobatch.models.capabilities import ChangesModel, LeavesUnread, MakesOptimizer
 from isobatch.models.workloads import list_chains, list_workloads
@@ -63,7 +49,7 @@ def _not_named(fields: Sequence[str], *classes: type) -> list[str]:
     homes = {base: getattr(sys.modules.get(base.__module__), "__file__", None) for base in bases}
     if any(base.__module__.startswith("isobatch.") or not homes[base] for base in bases):
         return []
-    files = {file for home in homes.values() for file in imported_files(Path(str(home)))}
+    files = {file for home in homes.values() for file in task_files.imported_files(Path(str(home)))}
     text = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
     if re.search(r"\brecipe\s*[,)\]]|\.recipe\b(?!\s*\.)", text):
         return []
@@ -92,7 +78,7 @@ class LoadedWorkload:
     def make(self, recipe: Recipe) -> tuple[Task, Data]:
         """The task and data objects of a recipe. Raises UserError where its code may not run."""
         consent.check(recipe)
-        convert(flags_of(Recipe)["optimizer"], recipe.optimizer)  # the task's file may register it
+        flags.convert(flags_of(Recipe)["optimizer"], recipe.optimizer)  # the task's file may register it
         if (recipe.optimizer == OWN) != self.makes_optimizer:
             why = "its own optimizer" if self.makes_optimizer else "none"
             raise UserError(f"--optimizer {recipe.optimizer}: {self.name} makes {why}: leave it out")
@@ -106,7 +92,7 @@ class LoadedWorkload:
 
     def _options(self, kind: type, recipe: Recipe) -> Any:
         known = flags_of(kind)
-        return build_options(kind, {k: v for k, v in recipe.options.items() if k in known})
+        return flags.build_options(kind, {k: v for k, v in recipe.options.items() if k in known})
 
     def _data_class(self, data: str) -> type[Data]:
         """Raises UserError where the data is in a store and this task reads local data only."""
@@ -125,21 +111,21 @@ class LoadedWorkload:
         if taken := sorted(recipe_flags.keys() & own_flags.keys()):
             raise UserError(f"{self.name}: its Options have {taken[0]}, which every recipe has: rename it")
         layers, notes = self._layers({k: v for k, v in asked.items() if k in recipe_flags})
-        notes += misnamed_methods(self.task) if is_task_file(self.name) else []
+        notes += task_files.misnamed_methods(self.task) if is_task_file(self.name) else []
         merged = _merge([*layers, asked])
         found = self.task.complete(asked)
         merged |= {k: v for k, v in found.items() if k not in asked or k not in recipe_flags}
         common = {k: v for k, v in merged.items() if k in recipe_flags}
         for name in ("model", "tokenizer"):
             common[name] = SHORT_MODEL_NAMES.get(str(common.get(name)), common.get(name))
-        options = {name: to_json_value(_value(flag, merged)) for name, flag in own_flags.items()}
-        if code := task_file_hash(self.name):
+        options = {name: flags.to_json_value(_value(flag, merged)) for name, flag in own_flags.items()}
+        if code := task_files.task_file_hash(self.name):
             options[TASK_CODE] = code
         recipe = Recipe(**{**common, "task": self.name, "options": options})
         consent.allow_typed(recipe)
         unread = self.unread(recipe, *self.make(recipe))
         for name in unread.keys() & asked.keys():
-            typed = f"{spelling(name)} {value_text(getattr(recipe, name))}"
+            typed = f"{flags.spelling(name)} {flags.value_text(getattr(recipe, name))}"
             raise UserError(f"{typed}: {unread[name]}; leave it out")
         if asked.get("mode") == "fast":
             chosen = _merge([self.task.fast, asked])  # in which --steps leaves out the mode's --epochs
@@ -217,7 +203,7 @@ class LoadedWorkload:
 
 def _value(flag: Flag, merged: Mapping[str, Any]) -> Any:
     if flag.name in merged:
-        return convert(flag, merged[flag.name])
+        return flags.convert(flag, merged[flag.name])
     if flag.default is dataclasses.MISSING:
         raise UserError(f"{flag.spelling}: this task needs it")
     return flag.default
@@ -254,7 +240,7 @@ def workload(name: str) -> LoadedWorkload:
     """The workload that the user calls `name`, or the user's own from ./file.py:Class. Raises UserError."""
     if is_task_file(name):
         consent.allow_task_file(name)
-        task = load_task_class(name)
+        task = task_files.load_task_class(name)
         if not (isinstance(task.data, type) and issubclass(task.data, Data)):
             raise UserError(f"--task {name}: {task.__name__}.data must be a subclass of isobatch.Data")
         return LoadedWorkload(name, task, task.data)

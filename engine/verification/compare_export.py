@@ -12,14 +12,7 @@ from isobatch.core.atomic_files import rows_in
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint, phase_and_step
 from isobatch.engine.checkpointing.digests import folder_digests
 from isobatch.engine.checkpointing.weight_files import export_beside
-from isobatch.models import model_card
-from isobatch.models.capabilities import (
-    FinalRemark,
-    FinishesUnmeasured,
-    MeasuresExport,
-    description_of,
-    monitor_of,
-)
+from isobatch.models import capabilities, model_card
 
 if TYPE_CHECKING:
     from torch import nn
@@ -51,9 +44,9 @@ def compare_export(
         task.export(model, fresh, facts)
         export_beside(task, model, saved, fresh, facts)
         metrics, remark = dict[str, Any](), ""
-        if batches and isinstance(task, MeasuresExport):
+        if batches and isinstance(task, capabilities.MeasuresExport):
             metrics |= task.final_metrics(model, fresh, facts, batches)
-        if not batches and isinstance(task, FinishesUnmeasured):
+        if not batches and isinstance(task, capabilities.FinishesUnmeasured):
             remark = task.finish_unmeasured(model, fresh)
         found = compare_folders(run.final, fresh, task.measured_files)
         return {**found, "metrics": metrics, "card": is_own_card(run, task, fresh, remark)}
@@ -68,17 +61,18 @@ def is_own_card(run: RunFolder, task: Task, final: Path, unmeasured: str = "") -
     summary: Mapping[str, Any] = run.summary() or {}
     said, measured = str(summary.get("remark", "")), summary["metrics_by_split"]
     expected = "" if measured else unmeasured
-    if measured and isinstance(task, FinalRemark):
+    if measured and isinstance(task, capabilities.FinalRemark):
         expected = task.final_remark(measured[summary["split"]])
     if not re.fullmatch(".+".join(map(re.escape, re.split(r"\bRUN\b", expected))), said, re.DOTALL):
         return False
     last = [row for row in rows_in(run.metrics) if "exported" in row][-1]
     is_chosen = run.recipe.patience and task.phases()[-1].early_stopping
-    chosen_by = monitor_of(task, run.facts)[0] if is_chosen else ""
+    chosen_by = capabilities.monitor_of(task, run.facts)[0] if is_chosen else ""
     before = summary["steps"] - last["step"]
     _, step = phase_and_step(last["exported"])
     figures = model_card.HeldOutFigures(measured, before + step, chosen_by, said)
-    card = model_card.render(description_of(task, final, run.facts), run.recipe, run.facts, figures)
+    described = capabilities.description_of(task, final, run.facts)
+    card = model_card.render(described, run.recipe, run.facts, figures)
     written = (run.final / model_card.FILE).read_text(encoding="utf-8")
     return _plain_places(card, run.recipe) == _plain_places(written, run.recipe)
 
