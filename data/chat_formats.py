@@ -9,6 +9,7 @@ from typing import Any
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import nearest_hint
+from isobatch.data.tables.delimited import USUAL_COLUMNS
 
 Message = dict[str, Any]
 """`role` and `content`, texts, as chat templates read them. An answer may have `reasoning_content`, the
@@ -51,15 +52,7 @@ HISTORY = "history"
 INPUT_COLUMNS = (HISTORY, "input", "context")
 """Columns beside a question of any form with what it is about, in the order in which they are written."""
 CHAT_COLUMNS = ("messages", "conversations", "conversation")
-ANSWERS_OF = {
-    "prompt": ("completion", "response", "answer", "output"),
-    "question": ("answer", "response", "output"),
-    "query": ("response", "answer"),
-    "input": ("output", "target", "response"),
-    "problem": ("solution",),
-    "user": ("assistant",),
-    "human": ("assistant",),
-}
+ANSWERS_OF = USUAL_COLUMNS["answers"]
 """Columns of a question -> of its answer; both are texts, or lists of messages as TRL has them."""
 _BETWEEN = " -> "
 ACCEPTED = (

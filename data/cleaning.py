@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import html
 import re
+import tomllib
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import nearest_hint
@@ -26,17 +28,10 @@ CLEANING_VERSION = 2
 MAX_BLOCK_CHARACTERS = 1 << 20
 """A script, style or comment that is not closed within so many characters is kept as text."""
 
-_BLOCK_NAMES = """address article aside blockquote body br caption center dd details dialog div dl dt fieldset
-figcaption figure footer form h1 h2 h3 h4 h5 h6 head header hr html legend li main menu nav ol optgroup
-option p pre section summary table tbody td tfoot th thead title tr ul"""
-_BLOCK_ELEMENTS = frozenset(_BLOCK_NAMES.split())
+_HTML = tomllib.loads(Path(__file__).with_name("html_elements.toml").read_text(encoding="utf-8"))
+_BLOCK_ELEMENTS = frozenset(_HTML["block"].split())
 """Elements that end a line."""
-_INLINE_NAMES = """a abbr acronym applet area audio b base basefont bdi bdo big button canvas cite code col
-colgroup data datalist del dfn dir em embed font frame frameset i iframe img input ins kbd label link map
-mark marquee meta meter noframes noscript object output param path picture progress q rp rt ruby s samp
-script select slot small source span strike strong style sub sup svg template textarea time track tt u
-var video wbr"""
-_ELEMENTS = _BLOCK_ELEMENTS | frozenset(_INLINE_NAMES.split())
+_ELEMENTS = _BLOCK_ELEMENTS | frozenset(_HTML["inline"].split())
 _LINE_BREAK = "\0"
 """Stands where an element ends a line, until the text is put together."""
 _TAG = re.compile(r"""</?([a-zA-Z][a-zA-Z0-9]*)(?:[\s/](?:"[^"]*"|'[^']*'|[^<>"'])*)?>""")

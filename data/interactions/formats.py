@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from isobatch.core.errors import UserError
 from isobatch.data.interactions import tables
 from isobatch.data.readers import SPLIT_NAMES, name_columns, open_parquet, require_name
-from isobatch.data.tables.delimited import ATOMIC, ATOMIC_TYPE, Shape, is_number
+from isobatch.data.tables.delimited import ATOMIC, ATOMIC_TYPE, USUAL_COLUMNS, Shape, is_number
 
 if TYPE_CHECKING:
     import numpy as np  # noqa: TC004  heavy, and no class here has flags
@@ -36,22 +36,13 @@ def _spelled(*names: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-USUAL_COLUMNS = {
-    "user": """user user_id uid ncf_user customer_id customer client_id account_id member_id buyer_id
-        visitor_id reviewer_id""",
-    "item": """item item_id movie_id product_id ncf_item product article_id sku asin stock_code book_id
-        track_id song_id artist_id game_id""",
-    "rating": "rating score stars",
-    "time": """timestamp time date datetime order_date ordered_at created_at purchased_at event_time
-        invoice_date ts""",
-}
-COLUMNS = {name: _spelled(*words.split()) for name, words in USUAL_COLUMNS.items()}
+COLUMNS = {name: _spelled(*words) for name, words in USUAL_COLUMNS["interactions"].items()}
 """What is read of an interaction -> the usual names of its column."""
 USER_COLUMNS, ITEM_COLUMNS = COLUMNS["user"], COLUMNS["item"]
 TITLE_COLUMNS = _spelled("title", "name")
 UNSPLIT = "interactions ratings log orders purchases transactions clicks views plays events reviews"
 """Words in the name of a file that holds all interactions, not yet split."""
-SIDES = {n: {word.removesuffix("_id") for word in USUAL_COLUMNS[n].split()} for n in ("user", "item")}
+SIDES = {n: {w.removesuffix("_id") for w in USUAL_COLUMNS["interactions"][n]} for n in ("user", "item")}
 """Names of the tables of texts, without a plural's s: those of the columns that join them."""
 PROSE = ("readme", "license", "licence", "source", "sources", "notice", "citation", "changelog", "about")
 """Names of text files that describe data."""

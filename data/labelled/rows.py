@@ -19,22 +19,17 @@ from isobatch.core.errors import UserError
 from isobatch.data import readers
 from isobatch.data.corpora import DEMO_PACKAGES, Corpus
 from isobatch.data.preparation.encoding import text_hash
+from isobatch.data.tables.delimited import USUAL_COLUMNS
 
 if TYPE_CHECKING:
     from isobatch.core.facts import Facts
     from isobatch.data.labelled.kinds import LabelKind
 
 MAX_TEXT_CHARACTERS = 1_000_000
-TEXT_COLUMNS = (
-    *("sentence", "text", "sentence1", "premise", "question1", "question"),
-    *("content", "comment", "review", "message", "tweet", "body", "feedback", "description"),
-)
+TEXT_COLUMNS = USUAL_COLUMNS["labelled"]["text"]
 """Usual names of a text column; the first that the data has is taken."""
 PAIR_COLUMNS = {"sentence1": "sentence2", "premise": "hypothesis", "question1": "question2"}
-LABEL_COLUMNS = (
-    *("label", "labels", "class", "category", "target", "sentiment", "intent", "topic", "emotion"),
-    *("score", "similarity", "similarity_score", "relatedness_score", "rating", "stars"),
-)
+LABEL_COLUMNS = USUAL_COLUMNS["labelled"]["label"]
 WORD_COLUMNS, TAG_COLUMNS = ("words", "tokens"), ("tags", "ner_tags", "labels", "label")
 """Usual names of the columns of lists, where those of texts and labels are not both there."""
 FLAGS = {"0": False, "false": False, "1": True, "true": True}

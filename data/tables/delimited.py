@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import itertools
 import re
+import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,14 @@ ATOMIC = (".inter", ".item", ".user")
 """Endings of RecBole's tables: tabs, and a type behind each name, as in `user_id:token`."""
 HAS_DIGIT = re.compile(r"\d")
 ATOMIC_TYPE = re.compile(":(token|float)(_seq)?$")
+
+
+_USUAL_COLUMNS = tomllib.loads(Path(__file__).with_name("usual_columns.toml").read_text(encoding="utf-8"))
+USUAL_COLUMNS = {
+    kind: {name: tuple(words.split()) for name, words in named.items()}
+    for kind, named in _USUAL_COLUMNS.items()
+}
+"""Kind of data -> what is read -> the usual names of its column."""
 
 
 class Shape(NamedTuple):

@@ -7,20 +7,13 @@ file has them as a row of the fields of `GpuConstants`.
 from __future__ import annotations
 
 import dataclasses
+import tomllib
 from dataclasses import dataclass
+from pathlib import Path
 
 from isobatch.engine.machine.ceilings import Ceilings
 
-TYPICAL_CORE = Ceilings(
-    matmul=(19e9, 35e9, 44e9, 47e9, 47e9),
-    matmul_bf16=(45e9, 115e9, 180e9, 210e9, 220e9),
-    bandwidth=18e9,
-    cached_bandwidth=18e9,
-    gelu=2.8e8,
-    call_seconds=7e-6,
-    recurrent_seconds=4e-4,
-    adamw=9e8,
-)
+TYPICAL_CORE = Ceilings(**tomllib.loads(Path(__file__).with_name("typical_core.toml").read_text("utf-8")))
 """Of a core, for machines that are only named (measured on two cores of an AMD EPYC with AVX512_BF16)."""
 EMULATED_BF16 = 0.2
 """Of the fp32 rate, where a processor has no bf16 (measured)."""
