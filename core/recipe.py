@@ -94,7 +94,8 @@ class Recipe:
     train_fraction: number_ranges.Fraction = 1.0
     """Share of the training samples: a seeded subset, the same on every machine."""
     eval_fraction: number_ranges.Fraction = 1.0
-    """Share of the validation samples used while training: a seeded subset, the same on every machine."""
+    """Share of the validation samples used while training: a seeded subset, the same on every machine; of 200
+    and fewer all."""
     eval_every: Interval | None = None
     """How often to evaluate while training: steps, or a share of the phase (10%) or of an epoch (0.5ep);
     by default once an epoch."""

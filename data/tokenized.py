@@ -97,8 +97,8 @@ class TokenizedData(Data):
         if other := [n for n in differing if n not in ROLES and not n.endswith(WEIGHT)]:
             raise UserError(f"--test {self.recipe.data}: {other[0]} of its samples are not as the run's are")
         save(folder / TEST, splits["valid"])
-        found: Mapping[str, Any] = extra.get("splits", {}).get("valid", {})
-        return found
+        notes = [note for note in extra.get("notes", ()) if note.startswith("valid: ")]
+        return {"notes": notes, **extra.get("splits", {}).get("valid", {})}
 
     def _tokenizer_facts(self, tokenizer: Tokenizer, special: Mapping[str, int | None]) -> dict[str, Any]:
         """What Facts should know of a tokenizer."""

@@ -223,8 +223,17 @@ class Labelled(TokenizedData):
         }
         if path_of(self.recipe.data) is None:  # of a hub data set the splits are known now
             corpora.check_valid(self.options.valid, splits, self.recipe.data)
+        empty = reading.leave_out(
+            splits, rows, columns.text, lambda split: [one == reading.NO_TEXT for one in split.labels]
+        )
+        if splits.get("test") and {*splits["test"].labels} <= {*reading.WITHHELD_LABELS}:
+            del splits["test"]
+            empty.append("the test split has no labels and is left out")
         known = {"problem": self.options.problem} if self.known is None else self.known.extra
         kind, notes = find_kind(known.get("problem", "classes"), columns, splits["train"])
+        notes += empty + reading.leave_out(
+            splits, rows, columns.label, lambda split: [n is None for n in split.named(kind).names]
+        )
         if self.known is None:
             kind.compare(splits["train"])
         share = corpora.share_of(self.options.valid) or HELD_OUT_SHARE
@@ -234,14 +243,12 @@ class Labelled(TokenizedData):
             for split, mask in (("train", ~drawn), ("valid", drawn)):
                 splits[split], rows[split] = whole.take(mask), partial(corpora.taken, read, mask)
             notes.append(corpora.held_out_note(share))
-        if empty := next((split for split, found in splits.items() if not len(found)), None):
+        if none := next((split for split, found in splits.items() if not len(found)), None):
             raise UserError(
-                f"--data {self.recipe.data}: the {empty} split holds no rows: give it some (without a file of"
-                " its own validation is a share of the training rows)"
+                f"--data {self.recipe.data}: the {none} split holds no rows with {columns.text} and"
+                f" {columns.label}: give it some (without a file of its own validation is a share of the"
+                " training rows)"
             )
-        if splits.get("test") and all(label in reading.WITHHELD_LABELS for label in splits["test"].cells()):
-            del splits["test"]
-            notes.append("the test split has no labels and is left out")
         splits = {split: found.named(kind) for split, found in splits.items()}
         training = TrainingRows()
         for split in sorted(splits, key=lambda split: split != "train"):

@@ -43,8 +43,6 @@ class LabelKind(ABC):
     form: str = ""
     """How a set is written: what is between its labels, or LIST, VECTOR, COLUMNS."""
     name: ClassVar[str]
-    nothing: ClassVar[str] = "is empty"
-    """What is said of a cell without a label."""
 
     @abstractmethod
     def names_in(self, label: Label, where: str) -> tuple[str, ...] | None:
@@ -175,7 +173,7 @@ class LabelSets(LabelKind):
 class Scores(LabelKind):
     """A number a text. `label` (n,) float32."""
 
-    name, nothing = "regression", "holds no number"
+    name = "regression"
 
     def compare(self, train: SplitLabels) -> None:
         """There are several of them."""
@@ -273,7 +271,11 @@ def find_kind(asked: str, columns: ColumnNames, train: SplitLabels) -> tuple[Lab
         return LabelSets(column, form), [f"problem: multi-label, as a text has several labels{way}"]
     if _are_scores(column, train):
         return Scores(column), [f"problem: regression, as there are decimals in column {column}"]
-    return ClassLabels(column), []
+    if not form_of_sets(cells, False, (",",)):
+        return ClassLabels(column), []
+    one = next(cell for cell in cells if "," in str(cell))
+    look = f"each cell is one class, and {one} looks like several: --problem multi-label parts them"
+    return ClassLabels(column), [f"problem: classes; {look}"]
 
 
 def _are_scores(column: str, train: SplitLabels) -> bool:
@@ -289,12 +291,12 @@ def _are_scores(column: str, train: SplitLabels) -> bool:
     return True
 
 
-def form_of_sets(cells: Mapping[Label, int], asked: bool) -> str:
+def form_of_sets(cells: Mapping[Label, int], asked: bool, marks: Sequence[str] = MARKS) -> str:
     """What is between the labels of a cell, LIST or VECTOR; nothing where a cell is no set.
 
     `asked`: whether they are known to be sets. Otherwise numbers with commas are sets unless every cell has
-    one comma, as decimals have in many countries; texts with MARKS where most names that stand behind a mark
-    also stand first, unlike those of a path (`sport|tennis`), and are fewer than the cells that they form.
+    one comma, as decimals have in many countries; texts with `marks` where most names behind a mark also
+    stand first, unlike those of a path (`sport|tennis`), and are fewer than the cells that they form.
     """
     if lists := [cell for cell in cells if isinstance(cell, tuple)]:
         repeats = any(len({*cell}) < len(cell) for cell in lists)
@@ -303,7 +305,7 @@ def form_of_sets(cells: Mapping[Label, int], asked: bool) -> str:
     commas = {text.count(",") for text in texts}
     if all(map(SETS_OF_NUMBERS.fullmatch, texts)) and commas - {0} and (asked or commas != {1}):
         return ","
-    for mark in (*MARKS, *([","] * asked)):
+    for mark in (*marks, *([","] * asked)):
         parts = [parts_of(text, mark) for text in texts]
         firsts, later = (
             {name for part in parts for name in part[some]} for some in (slice(1), slice(1, None))

@@ -7,8 +7,9 @@ import os
 import re
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from sys import intern
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,7 +18,7 @@ import numpy as np
 
 from isobatch.core.errors import UserError
 from isobatch.data import readers
-from isobatch.data.corpora import DEMO_PACKAGES, Corpus
+from isobatch.data.corpora import DEMO_PACKAGES, Corpus, taken
 from isobatch.data.preparation.encoding import text_hash
 from isobatch.data.tables.delimited import USUAL_COLUMNS
 
@@ -57,6 +58,7 @@ class Example(NamedTuple):
     where: str
     """Its file and line, for error messages."""
     text: str | tuple[str, ...]
+    """Empty where it, or the second, is missing."""
     pair: str | None
     """The second text of a pair."""
     label: Label
@@ -97,8 +99,8 @@ def usual_pair(text: str) -> tuple[str, ...]:
 
 
 def read_examples(rows: readers.LocatedRows, columns: ColumnNames) -> Iterator[Example]:
-    """The example in each row. Raises UserError for a text that is missing, neither a string nor a list of
-    words, or very long; and for a label that is an object, or not one for each word.
+    """The example in each row, without a text where one is missing. Raises UserError for what is neither a
+    string nor a list of words, or very long; and for a label that is an object, or not one for each word.
     """
     first = None
     for where, row in rows:
@@ -110,6 +112,9 @@ def read_examples(rows: readers.LocatedRows, columns: ColumnNames) -> Iterator[E
         listed = isinstance(words, list)
         text = _words(words, columns, where) if listed else _text_field(row, columns.text, where)
         pair = None if columns.pair is None else _text_field(row, columns.pair, where, "--pair-column")
+        if not text or pair == "":
+            yield Example(where, "", None, label)
+            continue
         first = listed if first is None else first
         if listed != first or (listed and (pair or columns.flags or isinstance(label, str))):
             both = f"{columns.text} and {columns.label}"
@@ -120,7 +125,7 @@ def read_examples(rows: readers.LocatedRows, columns: ColumnNames) -> Iterator[E
 
 
 def _words(words: Sequence[Any], columns: ColumnNames, where: str) -> tuple[str, ...]:
-    if not words or not all(isinstance(word, str) for word in words):
+    if not all(isinstance(word, str) for word in words):
         why = "is no list of words: leave the row out, or choose another --text-column"
         raise UserError(f"{where}: {columns.text} {why}")
     return tuple(words)
@@ -128,14 +133,12 @@ def _words(words: Sequence[Any], columns: ColumnNames, where: str) -> tuple[str,
 
 def _text_field(row: Mapping[str, Any], column: str, where: str, flag: str = "--text-column") -> str:
     text = readers.text_cell(row, column, where, flag)
-    if not text.strip():
-        raise UserError(f"{where}: {column} is empty: leave the row out, or choose another {flag}")
     if len(text) > MAX_TEXT_CHARACTERS:
         raise UserError(
             f"{where}: {column} has {len(text):,} characters: a quote that is never closed swallows all rows"
             " behind it; mend it, or shorten the text"
         )
-    return text
+    return text if text.strip() else ""
 
 
 def class_name(value: Any) -> str | None:
@@ -208,6 +211,8 @@ def _function_sources(source: str) -> Iterator[tuple[ast.FunctionDef, str]]:
             yield node, text.decode()
 
 
+NO_TEXT = "\0"
+"""The label of a row without a text."""
 WITHHELD_LABELS = (None, "-1")
 """Labels that mean none, as in GLUE's test splits."""
 
@@ -231,17 +236,18 @@ class SplitLabels:
 
     @classmethod
     def read(cls, examples: Iterable[Example]) -> SplitLabels:
-        """Those of the examples, one after another."""
+        """Those of the examples, one after another; NO_TEXT is the label of one without a text."""
         place: dict[Label, int] = {}
         first: list[str] = []
         codes, hashes, words = array("i"), array("Q"), False
-        for where, text, pair, label in examples:
+        for where, text, pair, written in examples:
+            label = written if text else NO_TEXT
             code = place.setdefault(label, len(place))
             if code == len(first):
                 first.append(where)
             codes.append(code)
-            if words := isinstance(text, tuple):
-                text = "\n".join(text)
+            if isinstance(text, tuple):
+                text, words = "\n".join(text), True
             hashes.append(text_hash(text if pair is None else f"{len(text)} {text}{pair}"))
         arrays = (np.frombuffer(codes, np.int32), np.frombuffer(hashes, np.uint64))
         return cls(*arrays, tuple(place), tuple(first), words)
@@ -250,8 +256,11 @@ class SplitLabels:
         return len(self.codes)
 
     def take(self, rows: np.ndarray) -> SplitLabels:
-        """Those of the rows where this mask is true."""
-        return replace(self, codes=self.codes[rows], hashes=self.hashes[rows])
+        """Those of the rows where this mask is true, with their labels alone."""
+        used, codes = np.unique(self.codes[rows], return_inverse=True)
+        whole = {name: getattr(self, name) for name in ("labels", "first", "names")}
+        of = {name: tuple(each[n] for n in used if each) for name, each in whole.items()}
+        return replace(self, codes=codes.astype(np.int32), hashes=self.hashes[rows], **of)
 
     def named(self, kind: LabelKind) -> SplitLabels:
         """The same with the names in each label. Raises UserError where one is none of this kind."""
@@ -260,22 +269,44 @@ class SplitLabels:
         return replace(self, names=tuple(map(kind.names_in, self.labels, self.first)))
 
     def cells(self) -> dict[Label, int]:
-        """Label as written -> rows, of those labels that rows have."""
-        found = np.bincount(self.codes, minlength=len(self.labels)).tolist()
-        return {label: count for label, count in zip(self.labels, found, strict=True) if count}
+        """Label as written -> rows."""
+        counts = np.bincount(self.codes, minlength=len(self.labels)).tolist()
+        return dict(zip(self.labels, counts, strict=True))
 
-    def counts(self) -> Counter[str | None]:
-        """Name -> how often rows have it, of those names that rows have; None of rows without a label."""
-        found, named = Counter[str | None](), dict(zip(self.labels, self.names, strict=True))
+    def counts(self) -> Counter[str]:
+        """Name -> how often rows have it."""
+        found, named = Counter[str](), dict(zip(self.labels, self.names, strict=True))
         for label, rows in self.cells().items():
-            for name in (None,) if (names := named[label]) is None else names:
+            for name in named[label] or ():
                 found[name] += rows
         return found
 
-    def where(self, name: str | None) -> str:
+    def where(self, name: str) -> str:
         """File and line of the first row with this name."""
-        has = (names is None if name is None else name in (names or ()) for names in self.names)
-        return next(where for where, there in zip(self.first, has, strict=True) if there)
+        both = zip(self.first, self.names, strict=True)
+        return next(where for where, names in both if name in (names or ()))
+
+
+def leave_out(
+    splits: dict[str, SplitLabels],
+    rows: dict[str, Callable[[], readers.LocatedRows]],
+    what: str,
+    lack: Callable[[SplitLabels], Iterable[bool]],
+) -> list[str]:
+    """Take out of both the rows that lack something: a line for each split that has such.
+
+    `what`: their column; `lack`: whether rows do, for each label of a split.
+    """
+    notes = []
+    for split, found in splits.items():
+        lacking = np.array([*lack(found)], bool)[found.codes]
+        if count := int(lacking.sum()):
+            first = found.first[found.codes[lacking.argmax()]]
+            said = f"{split}: {count:,} of {len(found):,} rows have no {what} and are left out (the first:"
+            notes.append(f"{said} {first}): fill these cells to keep them")
+            splits[split] = found.take(~lacking)
+            rows[split] = partial(taken, rows[split], ~lacking)
+    return notes
 
 
 def learnt_names(
@@ -283,14 +314,9 @@ def learnt_names(
 ) -> list[str]:
     """The names to learn, of the training split: see `LabelKind.names`; or those that a run has learnt.
 
-    Raises UserError for missing labels, too few or too many, and for labels that are none of them.
+    Raises UserError for too few or too many, and for labels that are none of them.
     """
-    for split, rows in splits.items():
-        if missing := rows.counts().get(None):
-            what = f"{kind.column} {kind.nothing} in the {split} split, in {missing:,} of {len(rows):,} rows"
-            raise UserError(f"{rows.where(None)}: {what}: leave such rows out")
-    found = () if known else map(str, splits["train"].counts())
-    names: list[str] = known.extra["labels"] if known else kind.names([*found], data)
+    names: list[str] = known.extra["labels"] if known else kind.names([*splits["train"].counts()], data)
     for split, rows in splits.items():
         if strange := next((name for name in rows.counts() if name not in names), None):
             what = f"the {split} split has the label {strange}, which no training row has"

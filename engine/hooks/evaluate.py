@@ -11,7 +11,7 @@ from isobatch.core.terminal import format_metrics
 from isobatch.engine.optimization.early_stopping import EarlyStopping
 from isobatch.engine.optimization.schedule import CLOSING_STEPS
 from isobatch.engine.runs.peak_memory import PeakMemory, trim_heap
-from isobatch.engine.train.evaluate import evaluate, monitored
+from isobatch.engine.train.evaluate import evaluate, fraction_while_training, monitored
 from isobatch.engine.train.hooks import Hook, Signal, name_of
 from isobatch.models.capabilities import monitor_of
 
@@ -71,7 +71,8 @@ class Evaluate(Hook):
             return set()
         (name, _), judge = monitor_of(state.task, state.facts), self.judge
         beside = {name_of(hook): hook.tensors() for hook in self.others if hook.weights}
-        metrics = self.measure("valid", state.recipe.eval_fraction, step, beside)
+        fraction = fraction_while_training(state.recipe, state.splits["valid"])
+        metrics = self.measure("valid", fraction, step, beside)
         wanted, place = set[Signal](), {"phase": state.schedule.name, "step": step}
         if judge.update(monitored(metrics, name), step) and judge.patience:
             best = {"decision": "best checkpoint", "metric": name, "value": judge.best}
@@ -103,7 +104,7 @@ class Evaluate(Hook):
             self.send(metrics, state.progress.steps, f"{split}/")
         # A perplexity of words is for comparison with papers, and has many digits until a model knows words.
         shown = {name: value for name, value in metrics.items() if not name.endswith("word_perplexity")}
-        part = f", on {100 * fraction:g} % of its samples" if fraction < 1 else ""
+        part = f", on {100 * fraction:.3g} % of its samples" if fraction < 1 else ""
         when = f"after step {step}" if step else "before training"
         self.say(f"{split} {when}{part}: {format_metrics(shown, '.4f')}")
         return metrics

@@ -27,10 +27,13 @@ from isobatch.models.capabilities import Answers
 
 if TYPE_CHECKING:
     from isobatch.core.plan import Plan
+    from isobatch.core.recipe import Recipe
     from isobatch.data.base import Source
     from isobatch.engine.distributed.communicator import Communicator
     from isobatch.engine.train.state import Training
 
+FEW_SAMPLES = 200
+"""Held-out samples of which no part is measured: an accuracy of 200 is known to 7 points already."""
 HOST_BATCH = 32
 """Samples per batch of `host_batches`."""
 _BATCHES_AHEAD = 16
@@ -126,6 +129,11 @@ def monitored(metrics: Mapping[str, float], name: str) -> float:
     if name not in metrics:
         raise UserError(f"monitor {name}: is no metric of the task, which has {', '.join(metrics)}")
     return metrics[name]
+
+
+def fraction_while_training(recipe: Recipe, source: Source) -> float:
+    """The share of the validation samples that an evaluation while training reads; of FEW_SAMPLES all."""
+    return max(recipe.eval_fraction, min(1.0, FEW_SAMPLES / len(source)))
 
 
 def held_out_samples(source: Source, fraction: float, cohort: int, seed: int) -> np.ndarray:

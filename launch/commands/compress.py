@@ -19,10 +19,10 @@ from isobatch.launch.commands.export import export_form
 from isobatch.launch.local import words as flag_words
 from isobatch.launch.local.arguments import known_flags, parse_request, refuse_wrong, split_words
 from isobatch.launch.local.launch_run import AutoOptions, find_or_train
-from isobatch.launch.local.run_setup import held_out, prepared_facts
+from isobatch.launch.local.run_setup import held_out
 from isobatch.launch.report import pareto
 from isobatch.launch.report.page import text_of, write_report
-from isobatch.models.encoder import baselines, evaluation, int8, problems
+from isobatch.models.encoder import baselines, evaluation, problems
 
 STAGES = ("classifier", "pruning", "qat")
 """The workloads in order; a chain may have several stages of the last, or none."""
@@ -45,7 +45,8 @@ class CompressOptions:
     By default the two that cost nothing, and the smallest file."""
     choose: str = "within 0.5%"
     """Which point of the table is copied to RUN/chosen, RUN the last stage: smallest, fastest, accurate, or
-    the fastest `within 0.5%` (points of the headline figure) of the most accurate."""
+    the fastest `within 0.5%` (points of the headline figure, at least one held-out sample) of the most
+    accurate."""
     anyway: bool = False
     """Go on where the trained base does not beat the baselines."""
     json: bool = False
@@ -88,7 +89,7 @@ def compress(words: Sequence[str]) -> int:
     options, flags = parse_stages(words)
     for library in ("onnx", "onnxruntime", "onnxscript", "matplotlib"):
         need(library, "--task compress")
-    stages = stages_of(_possible(options.quantize, flags[STAGES[0]]))
+    stages = stages_of(options.quantize)
     runs: dict[str, RunFolder] = {}
     for number, stage in enumerate(stages, start=1):
         print_lines(f"compress: stage {number} of {len(stages)}, {stage.name}")
@@ -118,21 +119,6 @@ def compress(words: Sequence[str]) -> int:
     return print_answer(contents.to_dict() | choice, text, options.json)
 
 
-def _possible(quantize: tuple[str, ...], flags: Mapping[str, str]) -> tuple[str, ...]:
-    """The ways to round that the data is enough for; others are left out with a line. `flags`: the base's."""
-    if "static" not in quantize:
-        return quantize
-    request = parse_request(_words_of(STAGES[0], flags), "auto", AutoOptions)
-    try:
-        int8.check_calibration(int8.STATIC, prepared_facts(request, *request.workload.make(request.recipe)))
-    except UserError as error:
-        if quantize == ("static",):
-            raise
-        print_lines(f"compress: goes on without static: {error}")
-        return tuple(kind for kind in quantize if kind != "static")
-    return quantize
-
-
 def _export(run: RunFolder, kind: str) -> None:
     try:
         export_form(run, kind)
@@ -155,12 +141,13 @@ def check_worth(run: RunFolder, anyway: bool) -> None:
     mine = evaluation.predict(evaluation.open_runner(run.final), batches())
     found = baselines.standings(problem, mine, baselines.baselines_of(run.facts, batches))
     score = problem.score(problem.evidence(mine))
-    said = [f"compress: {problem.title} of the base on {split} {100 * score:.1f} %"]
+    where = f"on {len(mine.labels):,} {split} samples"
+    said = [f"compress: {problem.title} of the base {where} {100 * score:.1f} %"]
     said += [f"{one.name} {100 * one.score:.1f} % (the base is {one.difference.verdict})" for one in found]
     said += [] if has("sklearn") else [baselines.UNCOMPARED]
     print_lines("; ".join(said))
     if why := baselines.why_not_worth_it(found, len(mine.labels)):
-        verdict = f"{run.folder.name} {why} on {len(mine.labels):,} {split} samples"
+        verdict = f"{run.folder.name} {why} {where}"
         if not anyway and run.recipe.data != DEMO:
             way = "look at its labels, train it for more --epochs, at another --lr or from another --model"
             raise TrainingError(f"{verdict}, and smaller it is no better: {way}, or go on --anyway")

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.models.protocols import ReportRow
 
+ACCURATE = "accurate"
 TIMED = {
     "batch_1": "1 text",
     "batch_32": "32 texts",
@@ -40,6 +41,8 @@ class Point:
     """Medians of a batch, in the order of the table; the first is one text on one thread."""
     file: Path
     """The model's file; what it needs beside it lies there."""
+    samples: int
+    """Held out, of which `score` is."""
 
     @property
     def costs(self) -> tuple[float, ...]:
@@ -58,31 +61,34 @@ def front(points: Sequence[Point]) -> list[Point]:
 
 
 def check_choice(choice: str) -> float | None:
-    """How far below the best a point may be, of `within X%`; None for another choice. Raises UserError."""
+    """How far below the best a point may be, of `within X%` and of accurate; None for another choice. Raises
+    UserError.
+    """
     if choice in BY_COST:
         return None
-    match = re.fullmatch(r"within\s*(\d+(?:\.\d+)?)\s*%", choice.strip())
+    within = "within 0%" if choice == ACCURATE else choice.strip()
+    match = re.fullmatch(r"within\s*(\d+(?:\.\d+)?)\s*%", within)
     if match is None or float(match[1]) > 100:
-        valid = ", ".join(BY_COST)
+        valid = ", ".join((*BY_COST, ACCURATE))
         raise UserError(f'--choose {choice}: give {valid}, or "within 0.5%" (of the most accurate)')
     return float(match[1]) / 100
 
 
 def choose(points: Sequence[Point], choice: str) -> Point:
     """The point of the front that is chosen. `within X%`: the fastest of those whose score is at most X
-    hundredths below the best. Raises UserError for an unknown choice.
+    hundredths below the best, or one held-out sample, which decides nothing; accurate: X is 0. Raises
+    UserError for an unknown choice.
     """
     found, slack = front(points), check_choice(choice)
     if slack is None:
         return min(found, key=BY_COST[choice])
-    best = max(one.score for one in found)
-    return min((one for one in found if one.score >= best - slack - 1e-12), key=BY_COST["fastest"])
+    least = max(one.score for one in found) - max(slack, 1 / found[0].samples)
+    return min((one for one in found if one.score >= least - 1e-12), key=BY_COST["fastest"])
 
 
 BY_COST: Mapping[str, Any] = {
     "smallest": lambda one: (one.file_bytes, -one.score, one.milliseconds),
     "fastest": lambda one: (one.milliseconds, -one.score, one.file_bytes),
-    "accurate": lambda one: (-one.score, one.milliseconds, one.file_bytes),
 }
 """Choice -> what is least of the point that is chosen, and what decides between equals."""
 
@@ -97,6 +103,7 @@ def points_of(runs: Sequence[RunFolder], rows: Sequence[ReportRow]) -> list[Poin
             row["file_bytes"],
             tuple(row[batch]["p50"] for batch in TIMED),
             folders[row["run"]] / row["file"],
+            row["samples"],
         )
         for row in rows
     ]
@@ -117,7 +124,8 @@ def copy(point: Point, folder: Path) -> Path:
 def text_of(points: Sequence[Point], chosen: Point, choice: str, file: Path) -> str:
     """The table, with a mark at each point that no other beats, and where the chosen one lies."""
     best = front(points)
-    rows = [["", "model", "score, %", "file", *(f"ms, {TIMED[name]}" for name in TIMED)]]
+    scores = f"score, % of {chosen.samples:,} samples"
+    rows = [["", "model", scores, "file", *(f"ms, {of}" for of in TIMED.values())]]
     for one in sorted(points, key=lambda one: -one.score):
         mark = ">" if one is chosen else "*" if one in best else ""
         times = (f"{ms:.2f}" for ms in one.milliseconds)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from isobatch.core.facts import Facts
     from isobatch.models.base import Batch
 
+SCALED_BY_CALL = (b"DynamicQuantizeLinear", b"DynamicQuantizeMatMul")
+"""ONNX operations that round activations, the second where onnxruntime has fused it."""
 Runner = Callable[[dict[str, np.ndarray]], np.ndarray]
 """input_ids, attention_mask and for pairs token_type_ids, all (B, T) int64 -> logits (B, C)."""
 
@@ -78,15 +80,34 @@ def torch_runner(model: nn.Module, states: bool = False) -> Runner:
 
 def onnx_runner(file: Path, threads: int = 0, names: Sequence[str] = ()) -> Runner:
     """Run an ONNX file with onnxruntime on the CPU; 0 `threads` lets onnxruntime choose. `names`: the inputs
-    that are given, by default those that the file has. Raises UserError as `onnx_session` does.
+    that are given, by default those that the file has. Each text alone and without padding where the file
+    `scales_by_call`. Raises UserError as `onnx_session` does.
     """
-    session = onnx_session(file, threads)
+    alone, session = scales_by_call(file), onnx_session(file, threads)
     given = names or [i.name for i in session.get_inputs()]
 
     def run(inputs: dict[str, np.ndarray]) -> np.ndarray:
         return session.run(None, named_inputs(given, inputs))[0]
 
-    return run
+    def run_each(inputs: dict[str, np.ndarray]) -> np.ndarray:
+        lengths, width = inputs["attention_mask"].sum(1), inputs["attention_mask"].shape[1]
+        rows = [{k: v[[n], :length] for k, v in inputs.items()} for n, length in enumerate(lengths)]
+        found = [run(row)[0] for row in rows]
+        return np.stack(
+            [one if one.ndim == 1 else np.pad(one, ((0, width - len(one)), (0, 0))) for one in found]
+        )
+
+    return run_each if alone else run
+
+
+def scales_by_call(file: Path) -> bool:
+    """Whether an ONNX file rounds activations by a scale of all that is given in a call, padding too.
+
+    Then a text's answer would depend on what else is there. Read from the file's bytes: 34 is the mark of a
+    node's operation in a protobuf, and its length follows.
+    """
+    graph = file.read_bytes()
+    return any(bytes([34, len(name)]) + name in graph for name in SCALED_BY_CALL)
 
 
 def named_inputs(names: Iterable[str], inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from isobatch.core.recipe import Recipe
 from isobatch.data.base import ArraySource, Ragged
-from isobatch.engine.train.evaluate import evaluate, held_out_samples
+from isobatch.engine.train.evaluate import evaluate, fraction_while_training, held_out_samples
 from isobatch.models.base import Batch, Loss, Rows, StepContext, Sum, Task
 from isobatch.tests.unit.helpers import plan
 
@@ -101,6 +101,13 @@ def test_a_fraction_is_a_fair_share_of_a_sorted_split() -> None:
     assert abs(share() - 0.5) < 5 * np.sqrt(0.25 / 500 / 2)  # without replacement: half the variance
     assert share() == share()
     assert len({tuple(held_out_samples(labels, 0.5, 1, seed)) for seed in range(3)}) == 3
+
+
+@pytest.mark.parametrize(("count", "share"), [(54, 1.0), (200, 1.0), (300, 2 / 3), (400, 0.5), (9000, 0.5)])
+def test_of_few_samples_all_are_measured_while_training(count: int, share: float) -> None:
+    """--eval-fraction 0.5 of 300 would be 150, fewer than 200."""
+    few: Any = range(count)
+    assert fraction_while_training(Recipe(task="counting", eval_fraction=0.5), few) == share
 
 
 class Plain(Counting):

@@ -59,6 +59,31 @@ def test_eight_bits_answer_nearly_as_the_model(
     assert np.abs(found - expected).max() > 1e-6  # it is rounded
 
 
+def test_a_texts_answer_is_the_same_whatever_else_is_asked(tmp_path: Path) -> None:
+    """Of each form of file, alone and among others, which are longer and of other words; of words too."""
+    given = evaluation.model_inputs(batches()[0])
+    given["token_type_ids"] = np.zeros_like(given["input_ids"])
+    for head in (encoders.encoders.SEQUENCE, encoders.encoders.TOKENS):
+        onnx_graph.write_onnx(encoders.classifier("bert", head), fp32 := tmp_path / "a.onnx")
+        forms = {"fp32": fp32}
+        for kind in (int8.DYNAMIC, int8.STATIC):
+            int8.quantize(kind, fp32, file := tmp_path / f"{head}{kind}.onnx", batches)
+            forms[kind] = file.rename(tmp_path / f"{len(forms)}{head}.onnx")  # no name says what it is
+        for kind, file in forms.items():
+            run, raw = evaluation.onnx_runner(file, 1), evaluation.onnx_session(file, 1)
+            together = run(given)
+            assert evaluation.scales_by_call(file) == (kind == int8.DYNAMIC)
+            for row, length in enumerate(given["attention_mask"].sum(1)):
+                one = {name: values[[row], :length] for name, values in given.items()}
+                (alone,), (answer,) = run(one), raw.run(None, one)[0]
+                found = together[row] if together.ndim == 2 else together[row, :length]
+                assert np.abs(found - alone).max() <= (0 if kind == int8.DYNAMIC else 2e-5)
+                assert np.array_equal(alone, answer)
+        at_once = evaluation.onnx_session(forms[int8.DYNAMIC], 1).run(None, given)[0]
+        together = evaluation.onnx_runner(forms[int8.DYNAMIC], 1)(given)
+        assert np.abs(together - at_once)[..., :3, :].max() > 1e-4  # of a call with others it is another
+
+
 def predictions(right: int, of: int = 1000) -> Predictions:
     logits = np.zeros((of, 2), np.float32)
     logits[:right, 0], logits[right:, 1] = 1, 1

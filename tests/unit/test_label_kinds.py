@@ -378,7 +378,6 @@ BAD_CELLS: list[tuple[str, dict[str, Any], str]] = [
     ("a,1\n" * 30 + "b,2\nc,2.5\n", {}, r"line 33: column label holds 2.5, beside whole"),
     ('a,"4,5"\nb,"3,0"\n', {}, r"line 2: column label holds 4,5, several values"),
     ("a,x||y\nb,y|z\n", {"problem": "multi-label"}, r"line 2: column label holds x\|\|y, with an empty"),
-    ("a,1.5\nb,NaN\n", {}, r"line 3: label holds no number in the"),
     ("a,1.5\nb,inf\n", {}, r"line 3: column label holds inf, no finite number"),
     ("a,1.5\nb,1e39\n", {}, r"line 3: column label holds 1e39, no finite number"),
     ("a,1.5\nb,good\n", {"problem": "regression"}, r"line 3: column label holds good, no finite"),
@@ -394,7 +393,6 @@ BAD_FLAGS = [
     ("b,0.5,0\n", "fear", r"line 3: column joy holds 0.5, not"),
     ("b,1,\n", "fear", r"line 3: column fear holds None, not 1"),
     ("b,-1,-1\n", "fear", r"line 3: column joy holds -1, not 1"),
-    ("b,,\n", "fear", "line 3: joy,fear is empty in the"),
     ("", "feer", r"--label-column feer: .* has no such column"),
 ]
 """A row below one of flags, the second column that is asked for."""
@@ -410,7 +408,8 @@ BAD_LISTS: list[tuple[str, dict[str, Any], str]] = [
     ('"words": ["a", "b"], "tags": ["O", "NOUN"]', {}, r"line 1: column tags holds NOUN, of word 2"),
     ('"words": ["a", "b"], "tags": "O"', {}, r"line 1: words and tags are lists of words and their tags"),
     ('"words": ["a", "b"], "tags": ["O", "O"]', {}, r"tags is O for every training word"),
-    ('"words": [], "tags": []', {}, r"line 1: words is no list of words"),
+    ('"words": [], "tags": []', {}, r"the train split holds no rows with words and tags"),
+    ('"words": ["a", 1], "tags": ["O", "O"]', {}, r"line 1: words is no list of words"),
     ('"text": "a", "label": [["x"]]', {}, r"line 1: column label holds \[\['x'\]\]: a label is a word"),
     ('"text": "a", "label": ["x", ""]', {}, r"line 1: column label holds x, , with an empty label"),
 ]
@@ -505,6 +504,73 @@ def test_an_empty_cell_or_list_is_a_text_without_labels(tmp_path: Path) -> None:
     assert np.asarray(splits["train"]["label"]).tolist() == [[1, 0], [0, 1], [0, 0], [0, 0]]
     assert "test" not in splits
     assert "the test split has no labels and is left out" in extra["notes"]
+
+
+EMPTY_ROWS: dict[str, tuple[list[Any], list[Any]]] = {
+    "classes": (["x", "y", "x"], [None, "", " ", "NaN"]),
+    "multi-label": ([["x"], ["y", "x"], []], []),
+    "flags": ([(1, 0), (0, 1), (1, 1)], [(None, None), ("", " ")]),
+    "regression": ([1.5, 2.5, 3.0], [None, "", "null"]),
+    "tokens": ([["B-x", "O"], ["O", "O"], ["O", "B-x"]], [None, ""]),
+    "pairs": (["x", "y", "x"], [None, ""]),
+}
+"""Kind -> labels, and what is none."""
+
+
+@pytest.mark.parametrize("kind", EMPTY_ROWS)
+def test_rows_without_a_text_or_a_label_are_left_out_and_counted(kind: str, tmp_path: Path) -> None:
+    """In any place of either split; what is learnt is that of the other rows."""
+    labels, nothing = EMPTY_ROWS[kind]
+    text, column, full = ("words", "tags", ["a", "b"]) if kind == "tokens" else ("text", "label", "a b")
+
+    def row(value: Any, label: Any, n: int = 0) -> dict[str, Any]:
+        found = dict(zip(("joy", "fear"), label, strict=True)) if kind == "flags" else {column: label}
+        filled = value if value != "a b" else f"a b {n}"
+        pair = {"premise": filled, "hypothesis": "c"} if kind == "pairs" else {text: filled}
+        return {**pair, **found}
+
+    filled = [row(full, label, n) for n, label in enumerate(labels)]
+    no_text = [row(value, labels[0]) for value in ([None, []] if kind == "tokens" else [None, "", "  "])]
+    if kind == "pairs":
+        no_text.append({"premise": "a", "hypothesis": "", column: "x"})
+    no_label = [row(full, value) for value in nothing]
+    more = {"label_column": "joy,fear"} if kind == "flags" else {}
+    encoded = []
+    for name, first, behind in (("plain", [], []), ("empty", no_text[:1], [*no_text[1:], *no_label])):
+        (folder := tmp_path / name).mkdir()
+        as_jsonl(folder / "train.jsonl", [*first, *filled[:2], *behind, *filled[2:]])
+        as_jsonl(folder / "valid.jsonl", [*filled, *behind])
+        encoded.append(make(folder, **more).encode_splits())
+    (plain, _, _), (found, _, extra) = encoded
+    for split, columns in plain.items():
+        assert columns.keys() == found[split].keys()
+        for name, values in columns.items():
+            both = [
+                c.values if isinstance(c, Ragged) else np.asarray(c) for c in (values, found[split][name])
+            ]
+            assert np.array_equal(*both)
+    count, said = len(no_text), "rows have no {} and are left out (the first:"
+    of_text = "premise" if kind == "pairs" else text
+    of_label = more.get("label_column", column)
+    notes = [note for note in extra["notes"] if "left out" in note]
+    assert [note.partition(said.format(of_text))[0] for note in notes[:2]] == [
+        f"train: {count} of {count + len(nothing) + 3} ",
+        f"valid: {count - 1} of {count - 1 + len(nothing) + 3} ",
+    ]
+    assert notes[0].endswith("empty/train.jsonl line 1): fill these cells to keep them")
+    assert [said.format(of_label) in note for note in notes[2:]] == [True] * (2 * bool(nothing))
+
+
+def test_cells_with_commas_that_look_like_sets_are_told(tmp_path: Path) -> None:
+    sets = ["card,fees", "fees", "card", "fees,card", "loan,card", "loan"]
+    places = ["Paris, France", "Bonn, Germany", "Rome, Italy"]
+    for labels, told in ((sets, True), (places, False)):
+        as_jsonl(tmp_path / "train.jsonl", [{"text": "a", "label": label} for label in labels * 2])
+        as_jsonl(tmp_path / "valid.jsonl", [{"text": "b", "label": labels[0]}])
+        _, _, extra = make(tmp_path).encode_splits()
+        assert extra["labels"] == sorted(labels)
+        assert any("card,fees looks like several: --problem multi-label" in n for n in extra["notes"]) == told
+    assert make(tmp_path, problem="multi-label").encode_splits()[2]["labels"][:2] == ["Bonn", "France"]
 
 
 def test_weights_of_sets_are_texts_without_over_texts_with_a_label(tmp_path: Path) -> None:

@@ -119,8 +119,8 @@ def test_the_draw_of_held_out_rows_is_frozen_and_no_seed_changes_it(tmp_path: Pa
     ("rows", "says"),
     [
         ([("good", "1"), ("bad", "1")], "is 1 in every training row: at least two"),
-        ([("good", "1"), ("", "0")], "train.tsv line 3: sentence is empty"),
-        ([("good", "1"), ("bad", "")], "train.tsv line 3: label is empty in the train split"),
+        ([("", "1"), ("", "0")], "the train split holds no rows with sentence and label"),
+        ([("good", ""), ("bad", "")], "the train split holds no rows with sentence and label"),
         ([("good", "1"), ("x" * 1_000_001, "0")], "line 3: sentence has 1,000,001 characters"),
         ([(f"text {n}", f"label {n % 1001}") for n in range(1002)], "label has 1,001 different values"),
     ],
