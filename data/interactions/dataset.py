@@ -57,13 +57,20 @@ class InteractionOptions:
     min_rating: float = 0.0
     """Ratings below do not count as interactions."""
     user_column: str | None = None
-    """The column of users; by default user, user_id, userId or uid. Of sequences 1 (the first) or none."""
+    """The column of users; by default user_id, customer_no, client or the like. Of sequences 1 (the
+    first) or none."""
     item_column: str | None = None
-    """The column of items; by default item, item_id, movieId or the like."""
+    """The column of items; by default item_id, sku, article or the like. A cell may hold several: a|b|c, or
+    a list."""
     rating_column: str | None = None
-    """The column of ratings; by default rating, score or stars."""
+    """The column of ratings; by default rating, score or stars. none: it is not read."""
     time_column: str | None = None
-    """The column of times; by default timestamp, time or date."""
+    """The column of times; by default timestamp, date, order_date or the like. none: it is not read."""
+    quantity_column: str | None = None
+    """The column of quantities; by default quantity, qty, amount or the like. One of 0 or less is a return:
+    what came back whole was not taken. none: it is not read."""
+    date_order: Literal["day", "month"] | None = None
+    """What dates such as 3/4/2024 begin with; by default what the column shows."""
     vocab_size: int | None = None
     """Size of a tokenizer trained on the texts, where no model brings one; by default 8192."""
 
@@ -193,8 +200,8 @@ class Interactions(TokenizedData):
 
     def prepare_test(self, folder: Path, facts: Facts) -> Mapping[str, Any]:
         self.check()
-        names, users, items = self._names(facts), Numbering(), Numbering()
-        log = read_log(self._load().splits["all"], users, items)
+        names, users, items, noted = self._names(facts), Numbering(), Numbering(), list[str]()
+        log = read_log(self._load().splits["all"], users, items, noted)
         place = {side: {name: n for n, name in enumerate(names[side])} for side in ("users", "items")}
         of_user, of_item = (
             np.array([known.get(name, MISSING) for name in ids.names], np.int32)
@@ -223,7 +230,7 @@ class Interactions(TokenizedData):
         same = int(are_in(keys, np.load(Path(facts.folder) / CATALOGUE / "seen.npy")).sum())
         said = f"{same:,} of its {len(keys):,} interactions were trained on, so the figures flatter the run"
         left = f"{int((~known).sum()):,} of its {len(known):,} rows are left out: their user or item is new"
-        notes = [said] * bool(same) + [left] * (not known.all())
+        notes = [*noted, *[said] * bool(same), *[left] * (not known.all())]
         return {"notes": notes} if notes else {}
 
     def describe_rows(self, facts: Facts, batch: Mapping[str, np.ndarray]) -> list[str]:

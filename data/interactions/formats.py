@@ -5,15 +5,15 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isobatch.core.errors import UserError
 from isobatch.data.interactions import tables
 from isobatch.data.readers import SPLIT_NAMES, name_columns, open_parquet, require_name
-from isobatch.data.tables.delimited import ATOMIC, ATOMIC_TYPE, USUAL_COLUMNS, Shape, is_number
+from isobatch.data.tables.delimited import ATOMIC, ATOMIC_TYPE, USUAL_COLUMNS, Shape, is_number, simple_name
 
 if TYPE_CHECKING:
     import numpy as np  # noqa: TC004  heavy, and no class here has flags
@@ -25,24 +25,17 @@ SEQUENCES = "sequences"
 """The format of files with one user's items a line."""
 
 
-def _spelled(*names: str) -> tuple[str, ...]:
-    """The names as people write them: user_id, userId, UserId, UserID, User ID, userid, USER_ID."""
-    found = [*names]
-    for name in names:
-        spaced = re.sub("Id$", "ID", name.replace("_", " ").title())
-        pascal = name.title().replace("_", "")
-        found += [pascal[0].lower() + pascal[1:], pascal, spaced.replace(" ", ""), spaced]
-        found += [name.replace("_", ""), name.upper()]
-    return tuple(dict.fromkeys(found))
-
-
-COLUMNS = {name: _spelled(*words) for name, words in USUAL_COLUMNS["interactions"].items()}
-"""What is read of an interaction -> the usual names of its column."""
-USER_COLUMNS, ITEM_COLUMNS = COLUMNS["user"], COLUMNS["item"]
-TITLE_COLUMNS = _spelled("title", "name")
-UNSPLIT = "interactions ratings log orders purchases transactions clicks views plays events reviews"
+NUMBERED = ("_id", "_no", "_nr", "_number", "_nummer", "_code")
+COLUMNS = {
+    kind: [simple_name(word.replace("*", end)) for word in words for end in NUMBERED]
+    for kind, words in USUAL_COLUMNS["interactions"].items()
+}
+"""What is read of an interaction, and an item's title -> the usual names of its column, simplified."""
+READ = ("user", "item", "rating", "time", "quantity")
+"""What is read of an interaction, where it is there."""
+UNSPLIT = "interactions ratings log orders sales purchases transactions clicks views plays events reviews"
 """Words in the name of a file that holds all interactions, not yet split."""
-SIDES = {n: {w.removesuffix("_id") for w in USUAL_COLUMNS["interactions"][n]} for n in ("user", "item")}
+SIDES = {s: {re.sub(r"_id|[*]", "", w) for w in USUAL_COLUMNS["interactions"][s]} for s in ("user", "item")}
 """Names of the tables of texts, without a plural's s: those of the columns that join them."""
 PROSE = ("readme", "license", "licence", "source", "sources", "notice", "citation", "changelog", "about")
 """Names of text files that describe data."""
@@ -81,6 +74,12 @@ class FolderFormat(NamedTuple):
     files: Callable[[Path], list[Path]]
     """The files that `read` opens."""
     read: Callable[[Path], RawInteractions]
+
+
+def usual_column(kind: str, available: Iterable[str]) -> str | None:
+    """The column that is `kind` of COLUMNS, as its name says: customer_id, Customer-ID, customerId."""
+    found = {simple_name(name): name for name in reversed([*available])}
+    return next((found[name] for name in COLUMNS[kind] if name in found), None)
 
 
 def find_tables(path: Path, file_format: str | None) -> list[Path]:
@@ -150,7 +149,7 @@ def read_tables(path: Path, file_format: str | None, options: Any) -> RawInterac
     splits: dict[str, list[Path]] = {split: [] for split in ("all", *SPLIT_NAMES)}
     for file in files:
         if path.is_dir() and (side := _side_of(file)):
-            texts[side] = _texts_by_id(file, COLUMNS[side], notes)
+            texts[side] = _texts_by_id(file, side, notes)
         else:
             splits[(path.is_dir() and _split_from_name(file, path)) or "all"].append(file)
     if splits["train"]:
@@ -163,6 +162,7 @@ def read_tables(path: Path, file_format: str | None, options: Any) -> RawInterac
             parts = [
                 _open_interactions(f, file_format, options, [] if n else notes) for n, f in enumerate(fs)
             ]
+            parts = [replace(part, date_order=options.date_order) for part in parts]
             found.splits[split] = _as_one(path, fs, parts, notes)
     return found
 
@@ -186,18 +186,19 @@ def _as_one(path: Path, files: list[Path], parts: list[tables.Table], notes: lis
 
 def _open_interactions(file: Path, file_format: str | None, options: Any, notes: list[str]) -> tables.Table:
     """The columns user and item, and rating and time where the table has them."""
-    asked: dict[str, str | None] = {name: getattr(options, f"{name}_column") for name in COLUMNS}
+    asked: dict[str, str | None] = {name: getattr(options, f"{name}_column") for name in READ}
     form = _named(file)[2] if file_format in (None, SEQUENCES) else file_format
     if form == "parquet":
         with open_parquet(file) as table:
             names = {ATOMIC_TYPE.sub("", name): name for name in table.schema_arrow.names}
         columns = _choose_columns(file, [*names], asked, notes)
         return tables.parquet_table(file, {name: names[c] for name, c in columns.items()}, [*names])
-    known = {n for n in itertools.chain(asked.values(), *COLUMNS.values()) if n and not n.isdecimal()}
+    given = [simple_name(n) for n in asked.values() if n and not n.isdecimal()]
+    known = {*given, *itertools.chain(*(COLUMNS[name] for name in READ))}
     shape = tables.shape_to_stream(file, str(form), asked.values(), known)
     if not shape.names:
         raise UserError(f"{file}: is empty: leave it out")
-    is_table = shape.even or known & {*shape.names}
+    is_table = shape.even or known & {*map(simple_name, shape.names)}
     if file_format == SEQUENCES or (not is_table and tables.are_sequences(file)):
         return tables.sequence_table(file, asked["user"], notes)
     notes += [note for note in shape.notes if note not in notes]
@@ -223,18 +224,18 @@ def _by_place(shape: Shape) -> dict[str, str | None]:
 def _choose_columns(
     file: Path, available: list[str], asked: Mapping[str, str | None], notes: list[str]
 ) -> dict[str, str]:
-    """user, item, rating or time -> its column in the file, which `notes` say where it is called otherwise.
+    """What READ names -> its column in the file, which `notes` say where it is called otherwise.
 
     Raises UserError where one is missing.
     """
     chosen = {}
-    for name, usual in COLUMNS.items():
-        column = asked[name] or next((u for u in usual if u in available), None)
-        if column is None and name in ("rating", "time"):
+    for name in READ:
+        column = asked[name] or usual_column(name, available)
+        if name not in ("user", "item") and column in (None, "none"):
             continue
         flag = f"--{name}-column"
         if column is None:
-            wanted, has = " or ".join(usual[:3]), name_columns(available)
+            wanted, has = f"{name}_id or {name}", name_columns(available)
             rows = "; --format sequences reads a user's items a line" * all(map(str.isdecimal, available))
             raise UserError(f"{file}: has no column {wanted}; {flag} says which{rows}; it has: {has}")
         require_name(column, available, file, flag)
@@ -248,7 +249,7 @@ def _choose_columns(
     return chosen
 
 
-def _texts_by_id(file: Path, ids: Sequence[str], notes: list[str]) -> dict[str, ItemText]:
+def _texts_by_id(file: Path, side: str, notes: list[str]) -> dict[str, ItemText]:
     """Id -> title and text of a table of users or items: all columns but the id make the text.
 
     A note says where several rows have one id.
@@ -257,12 +258,12 @@ def _texts_by_id(file: Path, ids: Sequence[str], notes: list[str]) -> dict[str, 
     key = title = ""
     for where, row in tables.read_rows(file):
         if not key:
-            key = next((name for name in (*ids, "id") if name in row), next(iter(row)))
+            key = usual_column(side, row) or usual_column("id", row) or next(iter(row))
             if key.isdecimal() and key not in ("0", "1"):
                 some = ", ".join([*row][:4])
                 raise UserError(f"{file}: its first row names no columns ({some}): give it a header")
             others = [name for name in row if name != key]
-            title = next((name for name in TITLE_COLUMNS if name in row), [*others, key][0])
+            title = usual_column("title", row) or [*others, key][0]
         if row[key] in (None, "") or row[key] != row[key]:
             raise UserError(f"{where}: has no {key}: fill it in, or leave the row out")
         said = [str(row[n]).replace("|", ", ") for n in row if n != key and row[n] not in (None, "")]

@@ -8,7 +8,7 @@ import numpy as np
 
 
 class InteractionLog:
-    """Columns (n,) by name: `user` and `item` int32, and perhaps `time` and `rating`."""
+    """Columns (n,) by name: `user` and `item` int32, and perhaps `time`, `rating` and `quantity`."""
 
     def __init__(self, columns: Mapping[str, np.ndarray]) -> None:
         self.columns = dict(columns)
@@ -59,6 +59,20 @@ def drop_repeats(log: InteractionLog, items: int, split: str, notes: list[str]) 
         latest = "at its last time" if "time" in log.columns else "where it is last in the file"
         notes.append(f"{where}{repeats:,} repeated interactions count once, each {latest}")
     return log.take(kept)
+
+
+def without_returns(log: InteractionLog, name: str, notes: list[str]) -> InteractionLog:
+    """The log without quantities, rows of 0 or less, and pairs of which nothing is left; a note says so."""
+    quantity = log.columns.pop("quantity", np.ones(len(log)))
+    if (back := quantity <= 0).any():
+        _, pair = np.unique(pair_keys(log.user, log.item, int(log.item.max()) + 1), return_inverse=True)
+        kept = np.bincount(pair, quantity)[pair] > 0
+        gone = f"{int((~kept & ~back).sum()):,} that were returned whole are left out with them"
+        notes.append(
+            f"{name}: {int(back.sum()):,} of {len(log):,} rows are returns (quantity 0 or less): {gone}"
+        )
+        return log.take(kept & ~back)
+    return log
 
 
 def _ends_run(values: np.ndarray) -> np.ndarray:

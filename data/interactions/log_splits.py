@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from isobatch.data.interactions.log import (
     split_last,
     split_users,
     unique_pair_keys,
+    without_returns,
 )
 from isobatch.data.interactions.tables import NUMBERS, Table, some_ids, whole_ids
 
@@ -65,8 +67,8 @@ class Numbering:
         return names, np.array([place[name] for name in own], np.int32)
 
 
-def read_log(table: Table, users: Numbering, items: Numbering) -> InteractionLog:
-    """The interactions with provisional numbers of users and items. Raises UserError."""
+def read_log(table: Table, users: Numbering, items: Numbering, notes: list[str]) -> InteractionLog:
+    """The interactions with provisional numbers of users and items, without returns. Raises UserError."""
     doing("reading interactions")
     parts: dict[str, list[np.ndarray]] = {"user": [], "item": []}
     for batch in table.batches():
@@ -78,7 +80,8 @@ def read_log(table: Table, users: Numbering, items: Numbering) -> InteractionLog
                 values = values.astype(np.int64) if values.dtype.kind == "M" else values
                 parts.setdefault(name, []).append(values)
     empty = np.empty(0, np.int32)
-    return InteractionLog({name: np.concatenate(parts.pop(name) or [empty]) for name in [*parts]})
+    log = InteractionLog({name: np.concatenate(parts.pop(name) or [empty]) for name in [*parts]})
+    return without_returns(log, Path(table.name).name, notes)
 
 
 def renumbered(
@@ -132,7 +135,7 @@ class LogSplits:
     def _read(self, raw: RawInteractions) -> tuple[dict[str, InteractionLog], bool]:
         """(the splits that the data has, without repeats; whether there are times)"""
         users, items = Numbering(), Numbering()
-        logs = {split: read_log(table, users, items) for split, table in raw.splits.items()}
+        logs = {split: read_log(table, users, items, self.notes) for split, table in raw.splits.items()}
         given = [] if self.negatives is None else [str(n) for n in np.unique(self.negatives)]
         self.users, of_users = users.finish()
         described = raw.items if self.options.catalogue == "all" else ()
@@ -316,7 +319,11 @@ class LogSplits:
 def join_notes(what: str, own: list[str], described: Collection[str]) -> Iterator[str]:
     """What the ids of interactions and those of the table of texts look like, where few are equal."""
     alone = [name for name in own if name not in described]
-    if described and 2 * len(alone) > len(own):
+    bare = {name.lstrip("0"): name for name in described}
+    if lost := [name for name in alone if name.lstrip("0") in bare]:
+        pair = f"{lost[0]} and {bare[lost[0].lstrip('0')]}: write them alike"
+        yield f"{len(lost):,} {what} differ from those in the table of {what} by zeros in front ({pair})"
+    elif described and 2 * len(alone) > len(own):
         others = set(described).difference(own)
         there = some_ids(name for name in described if name in others)
         yield (

@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +24,15 @@ if TYPE_CHECKING:
 
 BATCH_ROWS, BLOCK_BYTES = 1 << 18, 1 << 23
 """What is read at a time of Parquet, and of text."""
-NUMBERS = {"rating": "", "time": ", or dates such as 2019-12-31 23:59:59"}
+NUMBERS = {"rating": "", "quantity": "", "time": ", or dates such as 2019-12-31 23:59:59 or 31.12.2019"}
 """Columns that hold numbers, and what else they may hold: text would be sorted alphabetically."""
 NOT_UTF8 = "is not UTF-8: save it as such (iconv -f latin1 -t utf-8)"
 GAPS = {"::": "double colons", " ": "blanks"}
 """What is between fields where no single sign is; " " stands for blanks and tabs of any number."""
-TIME_CELL = re.compile(r"\d{9,}|\d{4}-\d\d-\d\d")
+TIME_CELL = re.compile(r"\d{9,}|\d{4}-\d\d-\d\d|\d\d?([./-])\d\d?\1\d{4}")
 """How times begin: seconds since 1970, or dates."""
+BASKETS = ("items", "products", "articles", "skus")
+"""Names of the column of items, where a cell holds several."""
 FIELD = re.compile(r"[^\s,;|]+")
 """A user or an item in a sequence."""
 ID_TYPES = re.compile("(large_)?string$|u?int|double|float|halffloat|dictionary|decimal|bool|date|null")
@@ -56,7 +58,7 @@ def some_ids(names: Iterable[str]) -> str:
     return ", ".join(itertools.islice(names, 3))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots it keeps what it has found of its dates
 class Table:
     """A table of interactions."""
 
@@ -67,6 +69,8 @@ class Table:
     """Gives the rows as pyarrow's batches, with the file's own columns."""
     names: Sequence[str] = ()
     """All columns of the file, also those that are not read."""
+    date_order: str | None = None
+    """Whether dates such as 3/4/2024 begin with the `day` or the `month`; None: as the column shows."""
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """Its rows, a block at a time: ids as dictionaries, ratings float32, times int64, float64 or
@@ -76,13 +80,60 @@ class Table:
 
         done, dated = 0, set[bool]()
         for batch in self.read():
-            arrays = [self._checked(name, batch[column], done) for name, column in self.columns.items()]
+            cells = {name: batch[column] for name, column in self.columns.items()}
+            cells = self._each_item(cells) if "item" in cells else cells
+            arrays = [self._checked(name, values, done) for name, values in cells.items()]
             found = pa.RecordBatch.from_arrays(arrays, names=list(self.columns))
             dated |= {pa.types.is_timestamp(one.type) for one in found.schema if one.name == "time"}
             if len(dated) > 1:
                 raise UserError(f"{self.name}: some of its times are numbers and some dates: give one kind")
             yield found
             done += len(batch)
+
+    def _each_item(self, cells: dict[str, pa.Array]) -> dict[str, pa.Array]:
+        """A row for each item of a cell that holds several: a list, also as text (["a", "b"]), or a|b|c."""
+        from pyarrow import compute
+
+        items = cells["item"]
+        if re.match("string|large_string|dictionary<values=string", str(items.type)):
+            ids = (coded := items.dictionary_encode()).dictionary
+            listed = compute.all(compute.match_substring_regex(ids, r"^\[.*\]$")).as_py()
+            marks = "[|,;]" if listed or self.columns["item"].lower() in BASKETS else "[|]"
+            if compute.any(compute.match_substring_regex(ids, marks)).as_py():
+                ids = compute.replace_substring_regex(ids, r"""^\[|\]$|["']""", "") if listed else ids
+                items = compute.split_pattern_regex(ids, marks).take(coded.indices)
+        if items.null_count or not re.match("(large_)?list", str(items.type)):
+            return cells
+        whose = compute.list_parent_indices(items)
+        return {**{n: values.take(whose) for n, values in cells.items()}, "item": compute.list_flatten(items)}
+
+    @cached_property
+    def _day_first(self) -> bool:
+        """Whether dates such as 3/4/2024 begin with the day: a number above 12 in the column tells."""
+        from pyarrow import compute
+
+        column, first = self.columns["time"], r"^\s*(?P<day>\d\d?)[/-](?P<month>\d\d?)[/-]\d{4}"
+        for batch in self.read() if self.date_order is None else ():
+            parts = compute.extract_regex(batch[column].cast("string"), first)
+            for order in ("day", "month"):
+                if (compute.max(compute.struct_field(parts, order).cast("int8")).as_py() or 0) > 12:
+                    return order == "day"
+        if self.date_order is None:
+            either = "days or months may come first in it, as in 3/4/2024"
+            raise UserError(f"{self.name}: {column}: {either}: say --date-order day, or month")
+        return self.date_order == "day"
+
+    def _as_iso(self, texts: pa.Array) -> pa.Array:
+        """Texts of dates such as 31.12.2024, and 31/12/2024 or 12/31/2024, as 2024-12-31."""
+        from pyarrow import compute
+
+        for mark in ("[.]", "[/-]"):
+            date = rf"^(\d\d?){mark}(\d\d?){mark}(\d{{4}})"
+            if compute.any(compute.match_substring_regex(texts, date)).as_py():
+                iso = r"\3-\2-\1" if mark == "[.]" or self._day_first else r"\3-\1-\2"
+                texts = compute.replace_substring_regex(texts, date, iso)
+                texts = compute.replace_substring_regex(texts, r"([- ])(\d)\b", r"\10\2")
+        return texts
 
     def _checked(self, name: str, values: pa.Array, before: int) -> pa.Array:
         """The values as `batches` gives them. Raises UserError where one is missing or cannot be that."""
@@ -119,8 +170,9 @@ class Table:
         if types.is_temporal(kind):
             wanted = wanted[2:3]
         elif "string" in str(kind):
-            trimmed = compute.utf8_trim_whitespace(values)
+            trimmed = self._as_iso(compute.utf8_trim_whitespace(values))
             values = compute.replace_substring_regex(trimmed, r"(:\d\d\.\d{6})\d+", r"\1")  # nanoseconds
+            values = compute.replace_substring(values, ",", ".") if name == "quantity" else values
         elif not types.is_signed_integer(kind):  # a cast would cut decimals off
             wanted = wanted[-3:]
         for one in wanted:
@@ -130,8 +182,8 @@ class Table:
         odd = next(
             (c for c in cells if not (delimited.is_number(c) or TIME_CELL.match(str(c)))), [*cells, kind][0]
         )
-        way_out = f"give numbers{NUMBERS[name]}, or leave the column {self.columns[name]} out"
-        raise UserError(f"{self.name}: its {name}s hold {odd!r}: {way_out}")
+        way_out = f"give numbers{NUMBERS[name]}, or leave it out by --{name}-column none"
+        raise UserError(f"{self.name}: {self.columns[name]} holds {odd!r}: {way_out}")
 
 
 def headless(delimiter: str, names: Sequence[str], skip: int = 0) -> Shape:
@@ -153,7 +205,7 @@ def delimited_table(file: Path, shape: Shape, columns: Mapping[str, str] | None 
             yield from _batches(shape.names, (row for _, row in fields))
             return
         ids = pa.dictionary(pa.int32(), pa.string()) if shape.rows else pa.int64()
-        known = {"user": ids, "item": ids, "rating": pa.string(), "time": pa.string()}
+        known = {"user": ids, "item": ids, **dict.fromkeys(NUMBERS, pa.string())}
         kinds = {column: known[name] for name, column in chosen.items() if name in known}
         convert = arrow.ConvertOptions(
             include_columns=[*chosen.values()], column_types=kinds, null_values=[""], strings_can_be_null=True

@@ -31,6 +31,11 @@ USUAL_COLUMNS = {
 """Kind of data -> what is read -> the usual names of its column."""
 
 
+def simple_name(column: str) -> str:
+    """The name of a column without what people write in many ways: customer_id, Customer ID, CustomerId."""
+    return re.sub(r"[\W_]", "", column.lower())
+
+
 class Shape(NamedTuple):
     """How the lines of a table become rows."""
 
@@ -55,8 +60,8 @@ def find_shape(
     """The shape of a table that begins with these lines; those behind SAMPLED_LINES are not looked at.
 
     `usual`: what is between the fields unless only something else parts all rows alike. `numbers`: columns
-    that flags take by number. `known`: names of columns; a first row without any that is like the others is
-    a row. Raises UserError for two columns of one name.
+    that flags take by number. `known`: simple names of columns; a first row without any that is like the
+    others is a row. Raises UserError for two columns of one name.
     """
     head = list(itertools.islice(lines, SAMPLED_LINES))
     dialect, records = _parted(head, usual)
@@ -70,7 +75,7 @@ def find_shape(
         notes.append(f"{file.name}: a {DELIMITERS[mark]} is between its fields")
     rows = [row for _, row in records]
     counted = names == [str(n) for n in range(len(names))] and not (known and len(names) == 2)
-    headed = counted or _has_header(rows) or bool({*known} & {*names})
+    headed = counted or _has_header(rows) or bool({*known} & {*map(simple_name, names)})
     taken = [n for n in numbers if 0 < int(n) <= len(names) and not (headed and n in names)]
     # A first row is one where a cell of it comes again below, or where all of a column have digits.
     columns = zip(*rows, strict=False) if known and not headed else ()

@@ -13,8 +13,7 @@ from isobatch.core.errors import UserError
 from isobatch.core.flags import nearest_hint
 from isobatch.core.terminal import doing, print_answer, print_lines
 from isobatch.data import readers
-from isobatch.data.interactions.formats import COLUMNS, ITEM_COLUMNS
-from isobatch.data.labelled.rows import usual_name
+from isobatch.data.interactions.formats import usual_column
 from isobatch.launch.commands.evaluate import require_capability
 from isobatch.launch.local.run_setup import AnswerOptions, TrustOptions, open_single_run
 from isobatch.launch.predicting import tables
@@ -206,7 +205,7 @@ def _read_guests(
 
 def _column(row: Mapping[str, Any], given: str | None, kind: str) -> str | None:
     """The column of a row that is its user, item or time; None for none."""
-    return given if given in row else usual_name(COLUMNS[kind], [*row])
+    return given if given in row else usual_column(kind, row)
 
 
 def _when(cell: Any) -> tuple[float, str]:
@@ -304,12 +303,12 @@ def _named_items(
         raise UserError(f"--without-category {lost[0]}: no row of {text} has this category{close}")
     rows = [row for row in rows if _number(row.get("category")) not in out] if out else rows
     columns = [*located[0][1]]
-    usual = (column, *ITEM_COLUMNS, *(columns if len(columns) == 1 else ()))
-    name = next((name for name in usual if name in columns), None)
+    usual = column if column in columns else usual_column("item", columns)
+    name = usual or (columns[0] if len(columns) == 1 else None)
     if name is None:
         raise UserError(f"{flag} {text}: has no column item_id; it has: {', '.join(columns)}")
     # In a list without a header the first item is taken for one.
-    first = [name] if name not in (column, *ITEM_COLUMNS) and lists.knows_item(name) else []
+    first = [name] if name != usual and lists.knows_item(name) else []
     return [*first, *(str(row.get(name)) for row in rows)]
 
 

@@ -22,7 +22,7 @@ from isobatch.core.errors import UserError
 from isobatch.core.measures import counted, printable
 from isobatch.core.terminal import print_lines
 from isobatch.data import chat_formats, readers
-from isobatch.data.interactions.formats import USER_COLUMNS
+from isobatch.data.interactions.formats import usual_column
 from isobatch.data.labelled import rows as reading
 from isobatch.data.preferences import answers
 from isobatch.data.preferences.pairs import AnsweredPrompt
@@ -272,8 +272,8 @@ class UserReader(RowReader):
             taken = self.lists.split_items(taken)
         if isinstance(taken, list):
             return self._known_items([str(item) for item in taken], f"{where}: {ITEMS_COLUMN}")
-        named = [name for name in USER_COLUMNS if name in row][:1] or ["user_id"]
-        user = self.from_text(row[find_column(row, self.column, named, where)], where)
+        named = usual_column("user", row) or "user_id"
+        user = self.from_text(row[find_column(row, self.column, [named], where)], where)
         if self.left_out is not None and not self.lists.knows_user(user):
             raise UnansweredRowError(f"{where}: user {user}: is not in the training data", UNKNOWN_USER)
         return user

@@ -51,7 +51,7 @@ def opened(
 def log_of(table: Table) -> list[tuple[str, ...]]:
     """(user, item, perhaps rating and time) of each row as they were read."""
     users, items = Numbering(), Numbering()
-    log = read_log(table, users, items)
+    log = read_log(table, users, items, [])
     others = [log.columns[name].tolist() for name in ("rating", "time") if name in log.columns]
     named = [[users.names[n] for n in log.user], [items.names[n] for n in log.item]]
     return [*zip(*named, *others, strict=True)]
@@ -176,7 +176,7 @@ REFUSED: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
     "words as times": (
         {"log.csv": LOG + "a3,b3,noon\n"},
         {},
-        "times hold 'noon'.*or leave the column time out",
+        "time holds 'noon'.*or leave it out by --time-column none",
     ),
     "both": (
         {"1.csv": LOG, "2.csv": LOG.replace(",5", ",2024-01-01").replace(",6", ",2024-01-02")},
@@ -221,7 +221,7 @@ def test_what_is_ambiguous_is_refused_in_a_line(case: str, tmp_path: Path) -> No
     [
         ([1.0, 2.0**53], "rounded, as decimals"),
         ([b"a", b"b"], "are binary"),
-        ([[1], [2]], "are list"),
+        ([{"id": 1}, {"id": 2}], "are struct"),
         ([" ", "x"], "row 1: has no item"),
         ([None, "x"], "row 1: has no item"),
     ],
@@ -237,6 +237,10 @@ def test_ids_that_are_none_are_refused(values: list[Any], says: str, tmp_path: P
 
 TIMES = {
     "days": ["2024-01-02", "2024-01-01"],
+    "dots": ["1.2.2024", "31.01.2024"],
+    "dots and a time": ["01.02.2024 9:05", "01.02.2024 08:59:59"],
+    "day first": ["01/02/2024", "31/1/2024"],
+    "month first": ["2/1/2024 8:26", "1/31/2024 8:26"],
     "with zone": ["2024-01-01T00:00:00+01:00", "2024-01-01T00:00:00+02:00"],
     "nanoseconds": ["2024-01-01 00:00:01.000002999", "2024-01-01 00:00:01.000001999"],
     "decimals": ["2.5", "1"],
@@ -256,7 +260,7 @@ def test_times_as_text_are_ordered_as_times(form: str, case: str, tmp_path: Path
 
         table = pa.table({"user": ["a", "b"], "item": ["x", "x"], "time": TIMES[case]})
         parquet.write_table(table, tmp_path / "log.parquet")
-    log = read_log(opened(tmp_path)[0], Numbering(), Numbering())
+    log = read_log(opened(tmp_path)[0], Numbering(), Numbering(), [])
     assert log.time[0] > log.time[1]
     assert log.time.dtype in (np.int64, np.float64)
 
@@ -281,3 +285,66 @@ def test_a_note_on_texts_that_are_missing_names_those_there_are() -> None:
     (without,) = log_splits.join_notes("items", ["1", "2", "3"], ["1"])
     assert with_others.endswith("ids such as 2, 3 are not, and the table has x")
     assert without.endswith("ids such as 2, 3 are not")
+    (zeros,) = log_splits.join_notes("items", ["12", "2"], ["0012", "2"])
+    assert "(12 and 0012: write them alike)" in zeros
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "customer,sku,order_date,qty",
+        "Customer-No.,ArticleNumber,Created At,Amount",
+        "client_id,product,date,QUANTITY",
+        "Kundennummer,Artikel-Nr,Bestelldatum,Menge",
+    ],
+)
+def test_the_columns_of_shops_are_known_and_what_came_back_was_not_taken(header: str, tmp_path: Path) -> None:
+    """Of a: x is bought twice and comes back once, y comes back whole; z of b was never there."""
+    rows = ["a,x,3.1.2024,2", "a,y,3.1.2024,1", "b,x,4.1.2024,1", "a,x,5.1.2024,-1", "a,y,5.1.2024,-1"]
+    (tmp_path / "orders.csv").write_text("\n".join([header, *rows, "b,z,5.1.2024,0"]) + "\n")
+    table, notes = opened(tmp_path)
+    log = read_log(table, Numbering(), Numbering(), notes)
+    assert (log.user.tolist(), log.item.tolist()) == ([0, 1], [0, 0])
+    assert notes[-1].startswith("orders.csv: 3 of 6 rows are returns")
+    assert "1 that were" in notes[-1]
+    kept, _ = opened(tmp_path, quantity_column="none")
+    assert len(read_log(kept, Numbering(), Numbering(), [])) == 6
+
+
+@pytest.mark.parametrize(
+    ("order", "says"), [(None, "--date-order day, or month"), ("day", ""), ("month", "")]
+)
+def test_dates_that_may_begin_with_either_need_a_flag(order: str | None, says: str, tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text("user,item,time\na,x,3/4/2024\na,y,4/2/2024\n")
+    table, _ = opened(tmp_path, date_order=order)
+    if order is None:
+        with pytest.raises(UserError, match="--date-order day, or month"):
+            log_of(table)
+        return
+    (first, second) = read_log(table, Numbering(), Numbering(), []).time
+    assert (first > second) == (order == "day")
+
+
+@pytest.mark.parametrize(
+    ("column", "cells"),
+    [
+        ("item", ["x|y", "z"]),
+        ("items", ["x,y", "z"]),
+        ("sku", ['["x", "y"]', "['z']"]),
+        ("item", [["x", "y"], ["z"]]),
+    ],
+)
+def test_a_cell_may_hold_several_items(column: str, cells: list[Any], tmp_path: Path) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    table = pa.table({"user": ["a", "b"], column: cells, "time": [1, 2]})
+    parquet.write_table(table, tmp_path / "log.parquet")
+    wanted = [("a", "x", 1), ("a", "y", 1), ("b", "z", 2)]
+    assert log_of(opened(tmp_path)[0]) == wanted
+    if isinstance(cells[0], str):
+        quoted = [cell.replace('"', '""') for cell in cells]
+        text = "".join(f'{u},"{c}",{t}\n' for u, c, t in zip("ab", quoted, "12", strict=True))
+        (tmp_path / "log.parquet").unlink()
+        (tmp_path / "log.csv").write_text(f"user,{column},time\n{text}")
+        assert log_of(opened(tmp_path)[0]) == wanted

@@ -253,7 +253,7 @@ REFUSED: list[tuple[Callable[[Path], Path], str, str, dict[str, Any], str]] = [
         LOG,
         "user,item,time\n1,2,soon\n1,3,late\n",
         {},
-        "its times hold 'soon': give numbers, or dates",
+        "time holds 'soon': give numbers, or dates",
     ),
     (tables, LOG, "user,item,rating\n1,2,-1\n1,3,-2\n", {}, "--min-rating 0: all 2 ratings are below"),
     (tables, "", "", {"eval_negatives": -1}, "--eval-negatives -1: must be 0"),
