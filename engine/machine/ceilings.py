@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import importlib.metadata
 import json
 import platform
 import timeit
@@ -86,8 +85,10 @@ def ceilings_of(hardware: Hardware, folder: Path) -> Ceilings | None:
 
 def machine_key(hardware: Hardware) -> str:
     """A name for what measured figures depend on: processor, cores, GPUs, the version of torch."""
+    from importlib.metadata import version
+
     gpus = sorted(gpu.name for gpu in hardware.gpus)
-    parts = [_processor_name(), hardware.cpus, gpus, importlib.metadata.version("torch")]
+    parts = [_processor_name(), hardware.cpus, gpus, version("torch")]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
 
 

@@ -82,8 +82,6 @@ def split_words(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
     Fire reads --a b and --a=b; a flag without a value, and --no-a, are given theirs before.
     """
-    import fire
-
     written, bare = [], dict[str, bool]()
     for word, after in zip(words, [*words[1:], "--"], strict=False):
         if word == "--" or word.startswith("--="):
@@ -101,6 +99,10 @@ def split_words(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
             bare[name] = is_bare
             word = f"--{name}{equals}{value}"
         written.append(word)
+    if not bare:
+        return written, {}
+    import fire
+
     found: dict[str, Any] = {}
 
     @fire.decorators.SetParseFn(str)
