@@ -35,7 +35,7 @@ QUICK = "STRATEGIES_QUICK"
 
 def lengths() -> tuple[int, int, int]:
     """Steps in all, before the checkpoint, and after a resume."""
-    return (24, 12, 4) if os.environ.get(QUICK) else (50, 20, 10)
+    return (12, 6, 3) if os.environ.get(QUICK) else (50, 20, 10)
 
 
 def strategies(world: int) -> tuple[str, ...]:

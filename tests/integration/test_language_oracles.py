@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -383,6 +382,8 @@ def test_warmup_stable_decay(home: Path) -> None:
 @pytest.mark.parametrize(("scale", "plus"), [("rs", 1.0), ("r", 5.0)])
 def test_lora_by_the_root_of_its_rank_and_with_two_rates(home: Path, scale: str, plus: float) -> None:
     """Kalajdzievski 2023, as peft has it, and Hayou et al. 2024: B learns faster than A."""
+    from peft import LoraConfig, get_peft_model
+
     targets = ["q_proj", "down_proj"]
     config = LoraConfig(r=4, lora_alpha=6, use_rslora=scale == "rs", target_modules=targets)
 

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-cluster_utils = pytest.importorskip("ray.cluster_utils")
 HANGS = 1800
 """Seconds after which a run hangs: a limit for none that goes on, on however busy a machine."""
 SAMPLES = 93
@@ -35,6 +34,7 @@ ALONE = {
 @pytest.fixture
 def make_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., Any]]:
     """Makes a Ray whose nodes have so many cores each, which ends with the test."""
+    cluster_utils = pytest.importorskip("ray.cluster_utils")  # a second: not where tests are only collected
     for name, value in {**ALONE, "HOME": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
     made: list[Any] = []

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from isobatch.core.plan import Plan
+from isobatch.data import corpora
+from isobatch.data.labelled import rows
+from isobatch.data.text import demo_stories
 from isobatch.engine.checkpointing import portable_state
 from isobatch.engine.checkpointing.writer import CheckpointWriter
 from isobatch.engine.optimization.parameter_groups import make_optimizer
 from isobatch.tests.tasks.failing import Line
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor, nn  # noqa: TC004  heavy, and no class here has flags
@@ -56,6 +62,18 @@ _DEFAULTS: dict[str, Any] = {
 def plan(**changes: Any) -> Plan:
     """One process of a CPU, but for these fields."""
     return Plan(**{**_DEFAULTS, **changes})
+
+
+@contextlib.contextmanager
+def small_demos(cache: Path) -> Iterator[None]:
+    """The demos hold a part of their texts, in a cache of their own: where nobody asks what is learnt."""
+    files, packages = corpora.demo_files()[::4], {k: v[:4] for k, v in rows.demo_files().items()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ISOBATCH_CACHE", str(cache))
+        patch.setattr(demo_stories, "STORIES", {"train": 300, "valid": 100})
+        patch.setattr(corpora, "demo_files", lambda: files)
+        patch.setattr(rows, "demo_files", lambda: packages)
+        yield
 
 
 def optimizer_of(model: nn.Module, recipe: Recipe, sparse: Sequence[nn.Parameter] = ()) -> Optimizer:

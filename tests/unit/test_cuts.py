@@ -17,10 +17,10 @@ from isobatch.engine.train.figures import differences as moved
 from isobatch.engine.train.hooks import Hook, Hooks, Seen
 from isobatch.engine.train.loop import run_phase
 from isobatch.engine.train.step import train_step
-from isobatch.tests.unit.helpers import plan
+from isobatch.tests.unit.helpers import plan, small_demos
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from torch import Tensor
 
@@ -91,15 +91,16 @@ def build(task: str, flags: Mapping[str, Any], precision: str = "fp32") -> Build
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, _cache: None) -> dict[str, str]:
+def finished(tmp_path_factory: pytest.TempPathFactory, _cache: None) -> Iterator[dict[str, str]]:
     """Task -> the folder of a model of it with random weights, for tasks that start from one."""
     found = {}
-    for task in ("causal-lm", "classifier"):
-        with build(task, {}) as builder:
-            folder, state = tmp_path_factory.mktemp(task), builder.state
-            state.task.export(state.model, folder, state.facts)
-        found[task] = str(folder)
-    return found
+    with small_demos(tmp_path_factory.mktemp("cache")):
+        for task in ("causal-lm", "classifier"):
+            with build(task, {}) as builder:
+                folder, state = tmp_path_factory.mktemp(task), builder.state
+                state.task.export(state.model, folder, state.facts)
+            found[task] = str(folder)
+        yield found
 
 
 def cuts_of(state: Any) -> list[int]:

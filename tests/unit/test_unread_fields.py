@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
+from contextlib import closing, suppress
 from functools import cache
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,10 +22,11 @@ from isobatch.engine.train.evaluate import evaluate
 from isobatch.engine.train.hooks import Hooks, Seen
 from isobatch.engine.train.loop import run_phase
 from isobatch.tests.paths import ROOT
-from isobatch.tests.unit.helpers import plan
+from isobatch.tests.unit.helpers import plan, small_demos
 from isobatch.tests.unit.test_recipe import OTHER as ANOTHER
 
 if TYPE_CHECKING:
+    from collections.abc import Generator, Iterator
     from pathlib import Path
 
     from isobatch.core.recipe import Recipe
@@ -48,46 +51,50 @@ UNSEEN = {"kto": ("format", "eval_fraction"), "reward": ("eval_fraction",)}
 0 on any share of the held-out rows; of another reading of the same rows the reference differs by rounding."""
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _small_demos(tmp_path_factory: pytest.TempPathFactory, _cache: None) -> Iterator[None]:
+    with small_demos(tmp_path_factory.mktemp("cache")):
+        yield
+
+
 @cache
 def base(task: str, **more: Any) -> Recipe:
     return workload(task).complete({**BASE, **SMALL.get(task, {}), **more})[0]
 
 
-def footprint(recipe: Recipe) -> dict[str, Any]:
-    """What a run of this recipe begins with: samples, rates, first weights, losses and metrics."""
+def footprint(recipe: Recipe) -> Generator[Any, None, None]:
+    """What a run of this recipe begins with, the cheap first: its length, samples, rates, losses, weights."""
     _, data = workload(recipe.task).make(recipe)
     facts = prepare(data)
     arrangement = plan(threads=1, micro_batch_samples=64, micro_batch_tokens=2048, micro_batch_cost=64.0)
     metrics = [0.50, 0.55, 0.50, 0.56, 0.51, 0.52, 0.50, 0.51]
     stopping = EarlyStopping("max", recipe.patience, recipe.min_delta)
     with Builder(recipe, facts, arrangement, Communicator(arrangement)) as builder:
-        found: dict[str, Any] = {"schedules": builder.schedules, "data": facts.fingerprint}
+        yield builder.schedules, facts.fingerprint
         best = [stopping.update(m, s) for s, m in enumerate(metrics) if not stopping.should_stop]
-        found["stop"] = best if recipe.patience and any(s.early_stopping for s in builder.schedules) else []
+        yield best if recipe.patience and any(s.early_stopping for s in builder.schedules) else []
         schedule, seen = builder.schedules[0], Seen()
         with builder.phase(schedule) as state:
-            found["rates"] = [state.rate(step) for step in range(schedule.steps)]
-            found["metrics"] = evaluate(state, "valid", recipe.eval_fraction)
+            yield [state.rate(step) for step in range(schedule.steps)]
+            yield evaluate(state, "valid", recipe.eval_fraction)
             run_phase(state, Hooks([seen]), 0, min(3, schedule.steps))
         for figures in seen.figures:
-            found[f"loss {figures.step}"] = (figures.output.loaded.work.samples.tolist(), figures.values)
+            yield figures.step, figures.output.loaded.work.samples.tolist(), figures.values
         digest = hashlib.sha256()
         for value in builder.state.model.state_dict().values():
             digest.update(value.detach().contiguous().numpy().tobytes())
-        found["weights"] = digest.hexdigest()
-    return found
+        yield digest.hexdigest()
 
 
 @cache
-def footprint_of(task: str) -> dict[str, Any]:
-    return footprint(base(task))
+def footprint_of(task: str) -> list[str]:
+    return [*map(str, footprint(base(task)))]
 
 
 def differs(task: str, changed: Recipe) -> bool:
-    try:
-        return str(footprint(changed)) != str(footprint_of(task))
-    except TrainingError:  # such as native noise for a task that draws its own: a run that cannot be
-        return False
+    with closing(footprint(changed)) as found, suppress(TrainingError):
+        return any(one != other for one, other in zip_longest(map(str, found), footprint_of(task)))
+    return False  # such as native noise for a task that draws its own: a run that cannot be
 
 
 @pytest.mark.parametrize("task", TASKS)
