@@ -212,8 +212,11 @@ def fetch_weights(name: str, revision: str | None, flag: str = "--model") -> str
     Raises UserError if the hub refuses or cannot be reached.
     """
     folder = local_folder(name, revision)
-    if folder and (folder != snapshot(name, revision) or has_weights(folder)):
+    if folder and has_weights(folder):
         return str(folder)
+    if folder and folder != snapshot(name, revision):
+        lacks = f"holds no {' and no '.join(WEIGHT_FILES)}, or not all parts of one"
+        raise UserError(f"{flag} {name}: {lacks}: copy the whole model there")
     with _asking_the_hub(name, revision, flag):
         from huggingface_hub import HfApi, snapshot_download
 

@@ -11,7 +11,7 @@ from isobatch.core.terminal import format_metrics
 from isobatch.engine.optimization.early_stopping import EarlyStopping
 from isobatch.engine.optimization.schedule import CLOSING_STEPS
 from isobatch.engine.runs.peak_memory import PeakMemory, trim_heap
-from isobatch.engine.train.evaluate import evaluate, fraction_while_training, monitored
+from isobatch.engine.train.evaluate import at_least_few, evaluate, monitored
 from isobatch.engine.train.hooks import Hook, Signal, name_of
 from isobatch.models.capabilities import monitor_of
 
@@ -71,8 +71,7 @@ class Evaluate(Hook):
             return set()
         (name, _), judge = monitor_of(state.task, state.facts), self.judge
         beside = {name_of(hook): hook.tensors() for hook in self.others if hook.weights}
-        fraction = fraction_while_training(state.recipe, state.splits["valid"])
-        metrics = self.measure("valid", fraction, step, beside)
+        metrics = self.measure("valid", state.recipe.eval_fraction, step, beside)
         wanted, place = set[Signal](), {"phase": state.schedule.name, "step": step}
         if judge.update(monitored(metrics, name), step) and judge.patience:
             best = {"decision": "best checkpoint", "metric": name, "value": judge.best}
@@ -94,6 +93,7 @@ class Evaluate(Hook):
         `evaluate`.
         """
         state = self.training
+        fraction = at_least_few(fraction, state.splits[split])
         place = {"phase": state.schedule.name, "step": step, "split": split}
         keep = partial(self.log.log_answers, place)
         metrics = evaluate(state, split, fraction, keep, beside)

@@ -27,7 +27,6 @@ from isobatch.models.capabilities import Answers
 
 if TYPE_CHECKING:
     from isobatch.core.plan import Plan
-    from isobatch.core.recipe import Recipe
     from isobatch.data.base import Source
     from isobatch.engine.distributed.communicator import Communicator
     from isobatch.engine.train.state import Training
@@ -131,9 +130,9 @@ def monitored(metrics: Mapping[str, float], name: str) -> float:
     return metrics[name]
 
 
-def fraction_while_training(recipe: Recipe, source: Source) -> float:
-    """The share of the validation samples that an evaluation while training reads; of FEW_SAMPLES all."""
-    return max(recipe.eval_fraction, min(1.0, FEW_SAMPLES / len(source)))
+def at_least_few(fraction: float, source: Source) -> float:
+    """The share of held-out samples that is measured where a fraction is asked for: FEW_SAMPLES at least."""
+    return max(fraction, min(1.0, FEW_SAMPLES / len(source)))
 
 
 def held_out_samples(source: Source, fraction: float, cohort: int, seed: int) -> np.ndarray:

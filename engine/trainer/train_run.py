@@ -38,7 +38,7 @@ from isobatch.engine.runs.peak_memory import PeakMemory
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.engine.train.build import Builder
-from isobatch.engine.train.evaluate import evaluate, fraction_while_training, monitored
+from isobatch.engine.train.evaluate import evaluate, monitored
 from isobatch.engine.train.figures import differences
 from isobatch.engine.train.first_step import preserve_state
 from isobatch.engine.train.hooks import Hook, Hooks
@@ -145,8 +145,7 @@ def train_run(run: RunOnRank) -> Training:
                 is_first = saved is None and schedule is builder.schedules[0]
                 if before and is_first and "valid" in state.splits:
                     began = time.time()
-                    share = fraction_while_training(state.recipe, state.splits["valid"])
-                    evaluation.measure("valid", share, 0, {})
+                    evaluation.measure("valid", state.recipe.eval_fraction, 0, {})
                     run.measured_before = time.time() - began
                 if run_phase(state, hooks, state.progress.step) == "stopped":
                     stop(run, state)

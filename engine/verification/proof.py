@@ -29,7 +29,7 @@ Metrics = Mapping[str, Mapping[str, Any]]
 
 
 def is_time(metric: str) -> bool:
-    """Whether a metric is measured in seconds: it is another one each time."""
+    """Whether a metric is measured in seconds, as earlier versions did: it is another one each time."""
     return "latency" in metric
 
 

@@ -25,7 +25,7 @@ from isobatch.engine.optimization.left_out import left_out_steps
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 from isobatch.engine.train.build import Builder
-from isobatch.engine.train.evaluate import evaluate, fraction_while_training, host_batches
+from isobatch.engine.train.evaluate import at_least_few, evaluate, host_batches
 from isobatch.engine.train.figures import LossAndNorm, StepFigures, StepRow, step_rows
 from isobatch.engine.train.hooks import Hook, Hooks, Seen, Signal
 from isobatch.engine.train.loop import run_phase
@@ -210,7 +210,7 @@ class Replay:
                 redone.metrics[split] = evaluate(state, split, beside=beside)
             judge = saved.state["hooks"]["evaluate"]
             if judge["patience"] and judge["best_step"] == step:
-                share = fraction_while_training(self.run.recipe, state.splits["valid"])
+                share = at_least_few(self.run.recipe.eval_fraction, state.splits["valid"])
                 found = evaluate(state, "valid", share)
                 redone.judged = found[monitor_of(state.task, state.facts)[0]]
             if self.world.is_main:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from isobatch.data.chat_formats import Message
     from isobatch.engine.runs.run_folder import RunFolder
 
-RESET, QUIT = "/reset", "/quit"
+RESET, QUIT = "/reset", ("/quit", "/exit", "/bye")
 ANSWER_TOKENS, TEXT_TOKENS = 256, 60
 
 
@@ -109,8 +109,8 @@ def chat(words: Sequence[str]) -> int:
     """Usage: chat RUN ["a text" or --prompt "..."] [--system "..."] [--tokens 256] [--temperature 0.8]
     [--top-k 50] [--top-p 0.9] [--seed 0] [--load-bits 16|8|4] [--json]
 
-    Without a prompt, a line is a question; /reset forgets those before, /quit ends. RUN may be the folder of
-    a model of transformers, or of an adapter of peft.
+    Without a prompt, a line is a question; /reset forgets those before, /quit or /exit ends. RUN may be the
+    folder of a model of transformers, or of an adapter of peft.
     """
     positional, flags = split_words(words)
     if len(positional) == 2 and "prompt" not in flags:
@@ -151,7 +151,7 @@ def converse(
     """Answer each line on standard output, with all that was said since `told` before it."""
     messages = [*told]
     for line in lines:
-        if line == QUIT:
+        if line in QUIT:
             return
         if line == RESET:
             messages = [*told]
@@ -168,7 +168,7 @@ def converse(
 
 def _input_lines() -> Iterator[str]:
     """Lines of standard input without empty ones, with a prompt on a terminal."""
-    mark = f"{RESET} forgets what was said, {QUIT} ends\n> " if sys.stdin.isatty() else ""
+    mark = f"{RESET} forgets what was said, {QUIT[0]} ends\n> " if sys.stdin.isatty() else ""
     while True:
         doing()
         print(mark, end="", file=sys.stderr, flush=True)

@@ -143,7 +143,7 @@ def check_worth(run: RunFolder, anyway: bool) -> None:
     score = problem.score(problem.evidence(mine))
     where = f"on {len(mine.labels):,} {split} samples"
     said = [f"compress: {problem.title} of the base {where} {100 * score:.1f} %"]
-    said += [f"{one.name} {100 * one.score:.1f} % (the base is {one.difference.verdict})" for one in found]
+    said += [f"{one['name']} {100 * one['score']:.1f} % (the base is {one['verdict']})" for one in found]
     said += [] if has("sklearn") else [baselines.UNCOMPARED]
     print_lines("; ".join(said))
     if why := baselines.why_not_worth_it(found, len(mine.labels)):

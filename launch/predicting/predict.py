@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections import defaultdict
@@ -9,9 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
-from isobatch.core import number_ranges
+from isobatch.core import atomic_files, number_ranges
 from isobatch.core.errors import UserError
 from isobatch.core.flags import flags_of
 from isobatch.core.measures import counted, printable
@@ -23,6 +24,7 @@ from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.commands import chat
 from isobatch.launch.commands.evaluate import require_capability
+from isobatch.launch.commands.export import PARITY
 from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.local.run_setup import is_prepared, open_run
 from isobatch.launch.predicting import tables
@@ -50,6 +52,9 @@ class FormOptions(ListOptions):
     precision: number_ranges.Precision | None = None
     """Of a classifier: answer only texts of whose answers so many are right, as validation shows with 95 %
     confidence; others are marked as abstained."""
+    threshold: number_ranges.Share | None = None
+    """The same from this probability on; of several labels a text, each label from it on. What one form of a
+    model needs says nothing of another form."""
     neighbours: number_ranges.Positive | None = None
     """Of a classifier, in its trained form: the so many most alike training texts, with label and cosine."""
 
@@ -251,7 +256,7 @@ def open_answerer(found: Found, options: ModelOptions) -> Answerer:
         _refuse_unread(options, what, "text_column")
         sequences = tables.SequenceReader(text or asked.get("sequence_column"))
         return Answerer(task.open_predictor(run.final, run.folder, "torch"), sequences)
-    _refuse_unread(options, what, "form", "precision", "neighbours", *prediction.COLUMNS)
+    _refuse_unread(options, what, "form", "precision", "threshold", "neighbours", *prediction.COLUMNS)
     predictor: Any = task.open_predictor(run.final, run.folder / "exports", options.form)
     if options.neighbours is not None:
         from isobatch.launch.predicting.neighbours import training_neighbours
@@ -263,30 +268,46 @@ def open_answerer(found: Found, options: ModelOptions) -> Answerer:
         found_near = training_neighbours(run, predictor, options.neighbours)
         predictor = dataclasses.replace(predictor, neighbours=found_near)
     known = has_text_pairs(run.facts) if is_prepared(run) else None  # a received run may name any folder
-    return _classifier(predictor, options, asked, True if asked.get("pair_column") else known)
+    return _classifier(predictor, options, True if asked.get("pair_column") else known, run)
 
 
 def _open_onnx(file: Path, options: ModelOptions) -> Answerer:
-    """The classifier in an ONNX file, without torch. Texts are cut as in training where it lies in a run."""
-    _refuse_unread(options, "an ONNX file", "precision", *prediction.COLUMNS)
-    folders = list(file.absolute().parents)[1:3]  # of final/, or of exports/onnx
-    found = next((f for f in folders if (f / "recipe.json").is_file()), None)
-    most = None if found is None else RunFolder.open(found).recipe.max_length
-    classifier = prediction.open_onnx(file, most)
-    return _classifier(classifier, options, classifier.columns, None)
+    """The classifier in an ONNX file, without torch."""
+    _refuse_unread(options, "an ONNX file", "precision", "threshold", *prediction.COLUMNS)
+    return _classifier(prediction.open_onnx(file), options)
 
 
 def _classifier(
-    found: prediction.TextClassifier, options: ModelOptions, columns: Mapping[str, Any], pairs: bool | None
+    found: prediction.TextClassifier,
+    options: ModelOptions,
+    pairs: bool | None = None,
+    run: RunFolder | None = None,
 ) -> Answerer:
-    """A classifier that answers as the flags say. `columns`: those that it learnt from; `pairs`: whether it
-    reads pairs, None where the columns decide.
+    """A classifier that answers as the flags say. `pairs`: whether it reads pairs, None where the columns
+    decide.
     """
     if options.precision is not None:
+        if options.threshold is not None:
+            raise UserError("--precision and --threshold exclude each other: give one of them")
         found = found.abstaining(options.precision)
-    text, pair = (getattr(options, name) or columns.get(name) for name in prediction.COLUMNS)
+    if options.threshold is not None:
+        found = found.cut(options.threshold)
+    print_lines(f"answers by {found.file}{_measured(found, run)}")
+    text, pair = (getattr(options, name) or found.columns[name] for name in prediction.COLUMNS)
     words = found.problem.per_token
     return Answerer(found, tables.WordReader(text) if words else tables.TextReader(text, pair, pairs))
+
+
+def _measured(found: prediction.TextClassifier, run: RunFolder | None) -> str:
+    """How well it answers held-out samples, as `export` noted beside it, or else the run's summary."""
+    name, noted = found.problem.headline, found.file.parent / PARITY
+    figures: Any = atomic_files.read_json(noted) if noted.is_file() else (run and run.summary()) or {}
+    with contextlib.suppress(KeyError, TypeError):  # an older run, and a received one, may lack any of it
+        scores, split = figures.get("metrics", figures), figures["split"]
+        score = scores.get(f"exported_{name}", scores.get(name))
+        count = figures.get("samples") or cast("RunFolder", run).facts.samples[split]
+        return f": {found.problem.title} {100 * score:.1f} % on {count:,} {split} samples"
+    return ""
 
 
 def _refuse_unread(options: ModelOptions, what: str, *read: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -49,15 +50,12 @@ class Point:
         """All that is compared: less is better."""
         return (-self.score, float(self.file_bytes), *self.milliseconds)
 
-    def beats(self, other: Point) -> bool:
-        """Whether it is nowhere worse, and somewhere better."""
-        pairs = zip(self.costs, other.costs, strict=True)
-        return self.costs != other.costs and all(mine <= theirs for mine, theirs in pairs)
-
 
 def front(points: Sequence[Point]) -> list[Point]:
-    """Those that no other beats, in order; never none of some."""
-    return [one for one in points if not any(other.beats(one) for other in points)]
+    """Those than which no other is nowhere worse and somewhere better, in order; never none of some."""
+    costs = {one.costs for one in points}
+    beaten = {one for one in costs for other in costs - {one} if all(map(operator.le, other, one))}
+    return [one for one in points if one.costs not in beaten]
 
 
 def check_choice(choice: str) -> float | None:

@@ -43,8 +43,8 @@ def in_words(name: str) -> str:
 
 
 def metrics_of(run: dict[str, Any]) -> dict[str, Any]:
-    """The metrics of a run's summary without latencies, which were measured in the training process; none
-    where a received run has something else there.
+    """The metrics of a run's summary without latencies, which earlier versions measured in the training
+    process; none where a received run has something else there.
     """
     found = run["metrics"] if isinstance(run["metrics"], dict) else {}
     return {str(n): value for n, value in found.items() if not str(n).startswith("latency_")}

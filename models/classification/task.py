@@ -327,12 +327,11 @@ class Classifier(Task):
 
     def open_predictor(self, final: Path, exports: Path, form: str) -> prediction.TextClassifier:
         """Samples are texts, or (text, text) for pairs. onnx and onnx-int4 import no torch."""
-        if form == "torch":
-            model = self._open_trained(final)
-            run, encode = (evaluation.torch_runner(model, states) for states in (False, True))
-        else:
-            run, encode = evaluation.onnx_runner(self._onnx_file(final, exports, form)), None
-        return prediction.TextClassifier.open(final, run, self.recipe.max_length, encode)
+        if form != "torch":
+            return prediction.open_onnx(self._onnx_file(final, exports, form))
+        model = self._open_trained(final)
+        run, encode = (evaluation.torch_runner(model, states) for states in (False, True))
+        return prediction.TextClassifier.open(final, run, encode)
 
     def _open_trained(self, final: Path) -> Any:
         return encoders.open_classifier(str(final))
@@ -374,7 +373,8 @@ class Classifier(Task):
         if kind != "onnx":
             run = evaluation.open_runner(folder)
         trained = evaluation.predict(evaluation.torch_runner(model), batches())
-        return exporting.check_agreement(kind, trained, evaluation.predict(run, batches()))
+        exported = evaluation.predict(run, batches())
+        return exporting.check_agreement(kind, problems.of_model(model), trained, exported)
 
 
 def onnx_variants(exports: Path) -> dict[str, Path]:

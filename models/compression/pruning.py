@@ -18,7 +18,7 @@ from isobatch.core.number_ranges import Fraction, Positive, Share
 from isobatch.models.base import CHANGES_SHAPE, Batch, Change, ModelSize, Phase, StepContext
 from isobatch.models.classification.distillation import DistillationOptions, DistilledClassifier
 from isobatch.models.classification.task import FAST
-from isobatch.models.encoder import encoders, evaluation, importance, latency, weight_surgery
+from isobatch.models.encoder import encoders, evaluation, importance, weight_surgery
 from isobatch.models.encoder.importance import Granularity, HeadsAndNeurons, PruningBudget
 
 if TYPE_CHECKING:
@@ -210,10 +210,9 @@ class Pruning(DistilledClassifier):
         return weight_surgery.match_shapes(encoders.layers(model), shapes)
 
     def final_metrics(self, model: nn.Module, final: Path, facts: Facts, batches: Batches) -> dict[str, Any]:
-        """Sparsity and sizes, latency, and the comparison with the teacher."""
+        """Sparsity and sizes, and the comparison with the teacher."""
         found: dict[str, Any] = {"sparsity": self._measure_sparsity(model)}
         sizes = encoders.heads_and_neurons(model)
         found |= {"heads_left": [h for h, _ in sizes], "neurons_left": [n for _, n in sizes]}
         run = evaluation.open_runner(final)
-        found |= latency.latency_metrics(run, facts, batches()) | self.against_teacher(run, batches)
-        return {**found, **self.settle(run, final, facts, batches)}
+        return {**found, **self.against_teacher(run, batches), **self.settle(run, final, facts, batches)}

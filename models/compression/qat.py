@@ -16,7 +16,7 @@ from isobatch.models import saving
 from isobatch.models.base import CHANGES_SHAPE, Batch, ModelSize, Phase
 from isobatch.models.classification.distillation import DistillationOptions, DistilledClassifier
 from isobatch.models.classification.task import FAST, onnx_variants
-from isobatch.models.encoder import encoders, evaluation, latency
+from isobatch.models.encoder import encoders, evaluation
 from isobatch.models.encoder import export as exporting
 from isobatch.models.model_card import ModelDescription, usage_lines
 
@@ -143,7 +143,6 @@ class QAT(DistilledClassifier):
             "bits": self.options.bits,
             **exporting.check_quantized(open_quantized(final), file, batches),
             "file_bytes": file.stat().st_size,
-            **latency.latency_metrics(run, facts, batches()),
         }
         return {**found, **self.against_teacher(run, batches), **self.settle(run, final, facts, batches)}
 

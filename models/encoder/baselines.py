@@ -49,29 +49,12 @@ class Kind(NamedTuple):
     labelled."""
 
 
-class Baseline(NamedTuple):
-    """A simple model's answers to the held-out samples."""
-
-    name: str
-    found: Predictions
-
-
-class Standing(NamedTuple):
-    """How a model stands to a baseline on the same samples."""
-
-    name: str
-    """Of the baseline."""
-    score: float
-    """Its headline figure."""
-    difference: problems.Difference
-    """The model's figure less the baseline's."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON, for a report."""
-        more = {"name": self.name, "score": self.score, "verdict": self.difference.verdict}
-        return more | self.difference._asdict()
-
-
+Baseline = tuple[str, "Predictions"]
+"""The name of a simple model, and its answers to the held-out samples."""
+Standing = dict[str, Any]
+"""How a model stands to a baseline on the same samples, as JSON: `name` and headline figure (`score`) of the
+baseline, the fields of a `Difference` (the model's figure less the baseline's), and its `verdict`.
+"""
 _kept: dict[str, list[Baseline]] = {}
 """By the fingerprint of the data: the gate and the report of a chain ask for the same ones."""
 
@@ -93,17 +76,17 @@ def _measured(facts: Facts, batches: Batches) -> Iterator[Baseline]:
     learnt = evaluation.predict(unanswered, batches("train")).labels
     asked = evaluation.predict(unanswered, batches())
     constant = np.tile(kind.constant(learnt, count), (len(asked.labels), 1))
-    yield Baseline(kind.constant_name, dataclasses.replace(asked, logits=constant))
+    yield kind.constant_name, dataclasses.replace(asked, logits=constant)
     if kind.fit is None:
         logits = usual_tags(batches, count)
-        yield Baseline(kind.name, dataclasses.replace(asked, logits=logits))
+        yield kind.name, dataclasses.replace(asked, logits=logits)
     elif has("sklearn") and len(np.unique(learnt, axis=0)) > 1:
         from sklearn.feature_extraction.text import TfidfVectorizer
 
         vectorizer = TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True, token_pattern=TOKEN)
         train = vectorizer.fit_transform(texts_of(facts, batches("train")))
         logits = kind.fit(train, learnt, vectorizer.transform(texts_of(facts, batches())), count)
-        yield Baseline(f"TF-IDF with {kind.name}", dataclasses.replace(asked, logits=logits))
+        yield f"TF-IDF with {kind.name}", dataclasses.replace(asked, logits=logits)
 
 
 def standings(problem: problems.Problem, mine: Predictions, others: Iterable[Baseline]) -> list[Standing]:
@@ -111,10 +94,12 @@ def standings(problem: problems.Problem, mine: Predictions, others: Iterable[Bas
     thresholds, is not for the others.
     """
     evidence, plain = problem.evidence(mine), problems.PROBLEMS[problem.name](problem.labels)
-    found = [(one.name, plain.evidence(one.found)) for one in others]
-    return [
-        Standing(name, problem.score(other), problem.difference(evidence, other)) for name, other in found
-    ]
+    found = []
+    for name, answers in others:
+        difference = problem.difference(evidence, other := plain.evidence(answers))
+        one = {"name": name, "score": problem.score(other), "verdict": difference.verdict}
+        found.append(one | difference._asdict())
+    return found
 
 
 def why_not_worth_it(found: list[Standing], count: int) -> str:
@@ -125,13 +110,13 @@ def why_not_worth_it(found: list[Standing], count: int) -> str:
     `count`: held-out samples; of fewer than FEWEST no test can say much, and being ahead is enough.
     """
     constant, *others = found
-    if count < FEWEST and constant.difference.value > 0:
+    if count < FEWEST and constant["value"] > 0:
         return ""
-    if constant.difference.verdict != "better":
-        return f"is not clearly better than {constant.name}"
+    if constant["verdict"] != "better":
+        return f"is not clearly better than {constant['name']}"
     for one in others:
-        if one.difference.verdict == "worse" or (one.difference.value < 0 and one.score < EXCELLENT):
-            return f"does not beat {one.name}"
+        if one["verdict"] == "worse" or (one["value"] < 0 and one["score"] < EXCELLENT):
+            return f"does not beat {one['name']}"
     return ""
 
 

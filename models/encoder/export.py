@@ -14,6 +14,7 @@ import numpy as np
 from isobatch.core.errors import ExportError
 from isobatch.models.encoder import evaluation, problems
 from isobatch.models.encoder.calibration import FILE as CALIBRATION_FILE
+from isobatch.models.encoder.calibration import Calibration
 
 if TYPE_CHECKING:
     from torch import nn
@@ -40,10 +41,12 @@ CUSTOM_CODE = ("per_layer_config", "auto_map")
 """Fields of config.json that need modeling_pruned.py."""
 
 
-def check_agreement(kind: str, trained: Predictions, exported: Predictions) -> dict[str, Any]:
+def check_agreement(
+    kind: str, problem: problems.Problem, trained: Predictions, exported: Predictions
+) -> dict[str, Any]:
     """Raise ExportError unless two models agree on all classes, and on logits within LOGIT_TOLERANCE.
 
-    Returns max_logit_difference and samples. `kind`: the format, for the message.
+    Returns max_logit_difference, samples and the headline figure. `kind`: the format, for the message.
     """
     differences = np.abs(trained.logits - exported.logits).max(1)
     disagreements = trained.differing(exported)
@@ -56,7 +59,9 @@ def check_agreement(kind: str, trained: Predictions, exported: Predictions) -> d
             f" {differences[worst]:.2g}, at most {LOGIT_TOLERANCE:g}; {len(disagreements)} predictions"
             " differ): do not use it"
         )
-    return {"max_logit_difference": float(differences.max()), "samples": len(differences)}
+    score = problem.score(problem.evidence(exported))
+    found = {"max_logit_difference": float(differences.max()), "samples": len(differences)}
+    return {**found, f"exported_{problem.headline}": score}
 
 
 def predict_with_onnx_levels(
@@ -124,19 +129,23 @@ def check_quantized(model: nn.Module, file: Path, batches: Batches) -> dict[str,
             f"--to {kind}: an activation is rounded to a level {0.5 + rounding_excess:.3f} away from the"
             " trained model's: the file does not compute what was trained"
         )
-    found, problem = check_agreement(kind, trained, exported), problems.of_model(model)
-    return found | {
-        f"fake_quant_{problem.headline}": problem.score(problem.evidence(unforced)),
-        f"exported_{problem.headline}": problem.score(problem.evidence(exported)),
-        "rounding_doubt": rounding_excess,
-    }
+    problem = problems.of_model(model)
+    score = problem.score(problem.evidence(unforced))
+    found = check_agreement(kind, problem, trained, exported)
+    return found | {f"fake_quant_{problem.headline}": score, "rounding_doubt": rounding_excess}
 
 
 def copy_beside(final: Path, folder: Path, *more: str) -> None:
-    """Copy SIDE_FILES, and `more`, into the folder of another form."""
+    """Copy SIDE_FILES, and `more`, into the folder of another form; its config.json says how to answer, too,
+    for programs that read no safetensors.
+    """
     for file in final.iterdir():
         if file.name in (*SIDE_FILES, *more):
             shutil.copy(file, folder)
+    kept, config = Calibration.open(final), json.loads((final / "config.json").read_text(encoding="utf-8"))
+    settled = {"temperature": kept.temperature, "thresholds": np.asarray(kept.thresholds).tolist()}
+    config["isobatch"] = {**(config.get("isobatch") or {}), **settled}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def export_dense(model: Any, final: Path, folder: Path) -> None:
@@ -161,7 +170,7 @@ def export_dense(model: Any, final: Path, folder: Path) -> None:
             place.zero_()[tuple(slice(size) for size in part.shape)] = part
     save_model(dense_model, str(folder / "model.safetensors"), metadata={"format": "pt"})
     copy_beside(final, folder)
-    config = json.loads((final / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text())
     config = {name: value for name, value in config.items() if name not in CUSTOM_CODE}
     config["architectures"] = [type(dense_model).__name__]
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

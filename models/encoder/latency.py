@@ -17,7 +17,6 @@ from isobatch.core.measures import peak_resident_bytes
 from isobatch.models.encoder import evaluation
 
 if TYPE_CHECKING:
-    from isobatch.core.facts import Facts
     from isobatch.models.base import Batch
 
 BATCHES = (1, 32)
@@ -86,20 +85,6 @@ def quantiles(times: np.ndarray) -> dict[str, Any]:
     """p50 and p95 of a batch in ms, and the mean of each round. `times`: (ROUNDS, batches)."""
     p50, p95 = np.percentile(times, (50, 95)).round(4).tolist()
     return {"p50": p50, "p95": p95, "rounds": times.mean(1).round(4).tolist()}
-
-
-def latency_metrics(run: evaluation.Runner, facts: Facts, batches: Iterable[Batch]) -> dict[str, float]:
-    """latency_ms_p50 and latency_ms_p95 of one text on one thread: that thread's own time."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        inputs = texts(drawn_lengths(batches), facts.extra["vocabulary"], rows=1)
-        found = quantiles(time_in_turn([run], [inputs], time.thread_time)[0])
-    finally:
-        torch.set_num_threads(before)
-    return {f"latency_ms_{name}": found[name] for name in ("p50", "p95")}
 
 
 def measure_speed(models: list[Model]) -> list[dict[str, Any]]:

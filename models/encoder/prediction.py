@@ -36,6 +36,8 @@ TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "config.json"
 class TextClassifier:
     """A classifier with its tokenizer and the problem it was trained on."""
 
+    file: Path
+    """The ONNX file, or the folder of a model in torch."""
     run: Runner
     tokenizer: Any
     problem: problems.Problem
@@ -53,12 +55,11 @@ class TextClassifier:
     """What `encode` gives of texts -> the training texts nearest to each."""
 
     @classmethod
-    def open(
-        cls, folder: Path, run: Runner, max_length: int | None, encode: Runner | None = None
-    ) -> TextClassifier:
-        """With the tokenizer, the classes and the calibration in a folder. Texts are cut to `max_length`
-        tokens, by default to what the model reads. Raises UserError where they are damaged.
+    def open(cls, file: Path, run: Runner, encode: Runner | None = None) -> TextClassifier:
+        """With the tokenizer, the classes and the calibration in the folder, or beside the file. Texts are
+        cut as in training, of another's model to what it reads. Raises UserError where they are damaged.
         """
+        folder = file if file.is_dir() else file.parent
         from tokenizers import Tokenizer
 
         with hub.reading(folder):
@@ -66,7 +67,7 @@ class TextClassifier:
             problem = problems.of_folder(folder)
             pad = int(config.get("pad_token_id") or 0)
             read = config.get("isobatch") or {}
-            most = max_length or read.get("max_length") or saving.max_input_tokens(config) or 512
+            most = read.get("max_length") or saving.max_input_tokens(config) or 512
             columns = {name: read.get(name) for name in COLUMNS}
             try:
                 tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
@@ -76,7 +77,7 @@ class TextClassifier:
         tokenizer.enable_truncation(most, strategy="longest_first")
         then = problem.kept.profile
         profile = then and Profile(then.seen, then.longest)
-        return cls(run, tokenizer, problem, most, pad, columns, profile, encode)
+        return cls(file, run, tokenizer, problem, most, pad, columns, profile, encode)
 
     def abstaining(self, precision: float) -> TextClassifier:
         """It gives only answers of which validation shows that so many are right. Raises UserError."""
@@ -93,6 +94,18 @@ class TextClassifier:
                 f" show it of no answers with {100 * (1 - DOUBT):g} % confidence: ask for less, or take more"
             )
         return replace(self, threshold=threshold)
+
+    def cut(self, threshold: float) -> TextClassifier:
+        """It gives only answers, of several labels a text only labels, of at least this probability. Raises
+        UserError where an answer has none.
+        """
+        problem = self.problem
+        if problem.has_confidence:
+            return replace(self, threshold=threshold)
+        if not problem.has_thresholds:
+            raise UserError(f"--threshold {threshold:g}: the answers of {problem.name} have no probability")
+        kept = replace(problem.kept, thresholds=threshold)
+        return replace(self, problem=type(problem)(problem.labels, kept))
 
     def __call__(self, texts: Sequence[TextOrPair]) -> list[dict[str, Any]]:
         """What the problem says of each text; whether it is `abstained` where that is asked, then without a
@@ -166,7 +179,7 @@ def onnx_file(path: Path) -> Path | None:
     return path if path.suffix == ".onnx" and path.is_file() else None
 
 
-def open_onnx(file: Path, max_length: int | None) -> TextClassifier:
+def open_onnx(file: Path) -> TextClassifier:
     """An ONNX file of `export`, with the tokenizer and the classes' names beside it: no torch is imported.
 
     Raises UserError where one of them is missing or damaged.
@@ -174,4 +187,4 @@ def open_onnx(file: Path, max_length: int | None) -> TextClassifier:
     for name in (TOKENIZER_FILE, CONFIG_FILE):
         if not (file.parent / name).is_file():
             raise UserError(f"{file}: needs {name} beside it, as `export` writes them: copy the whole folder")
-    return TextClassifier.open(file.parent, evaluation.onnx_runner(file), max_length)
+    return TextClassifier.open(file, evaluation.onnx_runner(file))

@@ -103,6 +103,8 @@ class Problem(ABC):
 
     has_confidence: ClassVar[bool] = False
     """Whether an answer is one class with a `probability`, which can be calibrated."""
+    has_thresholds: ClassVar[bool] = False
+    """Whether an answer is labels, each from a probability on."""
 
     def __init__(self, labels: Sequence[str], kept: Calibration | None = None) -> None:
         """`kept`: what validation said of the model, by which it answers."""
@@ -374,7 +376,7 @@ is_answer = logits.sigmoid() >= load_file("{FILE}").get("thresholds", 0.5)
 print([model.config.id2label[n] for n in is_answer.nonzero().flatten().tolist()])"""
     title = "micro F1"
     choices = ("f1_macro", "subset_accuracy")
-    absent = True
+    absent = has_thresholds = True
 
     def __init__(self, labels: Sequence[str], kept: Calibration | None = None) -> None:
         super().__init__(labels, kept)

@@ -62,7 +62,7 @@ class ClassifierReport(TaskReport):
                     "parameters": parameters,
                     "file": str(file.relative_to(final.parent)),
                     "file_bytes": file.stat().st_size,
-                    "baselines": [one.to_dict() for one in simple.standings(problem, found, others)],
+                    "baselines": simple.standings(problem, found, others),
                     "opened": opened,
                     "peak_memory_bytes": in_child("models.encoder.latency:peak_memory", model=opened),
                     "class_names": problem.labels,

@@ -64,7 +64,6 @@ def test_sparsity_rises_as_a_cubic_and_the_model_is_cut_on_the_way(home: Path) -
         last["heads_left"],
         last["neurons_left"],
     ]
-    assert found["latency_ms_p50"] > 0
     assert 0 <= found["mcnemar_p"] <= 1
     whole, cut = summary(home / "runs" / "teacher"), summary(run)
     assert cut["parameters"] < whole["parameters"]

@@ -20,7 +20,7 @@ from isobatch.launch.predicting.predict import predict
 from isobatch.models.encoder.calibration import Calibration, Confidences
 from isobatch.tests.integration.helpers import launch, port_of, post, predicted, predictions, succeed
 from isobatch.tests.integration.test_bad_input import complaint
-from isobatch.tests.paths import REGISTER
+from isobatch.tests.paths import REGISTER, ROOT
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,6 +49,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     small = ["--task", "qat", "--data", "texts.jsonl", "--pruned", "runs/one", "--max-length", "64"]
     train(folder, "small", *small, "--steps", "4")
     train(folder, "pair", "--task", "classifier", "--data", "pairs.jsonl", "--steps", "4", *tiny)
+    sets = [{"text": row["text"], "label": [row["label"], "any"][: n % 3]} for n, row in enumerate(texts)]
+    (folder / "sets.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sets))
+    train(folder, "sets", "--task", "classifier", "--data", "sets.jsonl", "--steps", "12", *tiny, *short)
     return folder
 
 
@@ -200,6 +203,67 @@ def test_an_answer_that_is_not_sure_enough_is_withheld(home: Path, tmp_path: Pat
     for row, before in zip(found, every, strict=True):
         assert row["prediction"] == (None if row["abstained"] else before["prediction"])
         assert row["probabilities"] == before["probabilities"]
+
+
+def test_a_threshold_withholds_answers_and_labels(home: Path) -> None:
+    every = predictions(home, "runs/small", *TEXTS)
+    cut = sorted(row["probability"] for row in every)[3]
+    for row, before in zip(
+        predictions(home, "runs/small", *TEXTS, "--threshold", str(cut)), every, strict=True
+    ):
+        assert row["abstained"] == (before["probability"] < cut)
+        assert row["prediction"] == (None if row["abstained"] else before["prediction"])
+    sets = predictions(home, "runs/sets", *TEXTS, "--threshold", "0.3")
+    assert any(row["prediction"] for row in sets)
+    for row in sets:
+        assert row["prediction"] == [label for label, share in row["probabilities"].items() if share >= 0.3]
+    with pytest.raises(UserError, match="exclude each other"):
+        predictions(home, "runs/one", "a", "--threshold", "0.5", "--precision", "0.9")
+    with pytest.raises(UserError, match="at most 1"):
+        predictions(home, "runs/one", "a", "--threshold", "7")
+
+
+SERVICE = (ROOT / "docs/predict-and-serve.md").read_text()
+PROGRAM = re.search(r"```python\n(import json\n.*?)```", SERVICE, re.S)
+BLOCKED = ("torch", "transformers", "safetensors", "isobatch")
+
+
+@pytest.mark.parametrize("run", ["one", "pair", "sets", "small"])
+def test_the_program_of_the_docs_answers_as_predict(
+    run: str, home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With onnxruntime, tokenizers and numpy alone, from the folder of an export."""
+    assert PROGRAM is not None
+    form = "onnx-int4" if run == "small" else "onnx-dynamic"
+    succeed("export", f"runs/{run}", "--to", form, cwd=home)
+    folder = tmp_path / "shipped"
+    shutil.copytree(home / "runs" / run / "exports" / form, folder)
+    asked = (
+        [["the cow sleeps", "a dog sleeps"], ["a", "b c"]] if run == "pair" else [[text] for text in TEXTS]
+    )
+    blocked = f"import sys\nfor one in {BLOCKED}: sys.modules[one] = None\n"
+    done = subprocess.run(
+        [sys.executable, "-c", blocked + PROGRAM[1], str(folder)],
+        input="".join("\t".join(texts) + "\n" for texts in asked),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    capsys.readouterr()
+    names = ("premise", "hypothesis") if run == "pair" else ("text",)
+    rows = (json.dumps(dict(zip(names, texts, strict=True))) for texts in asked)
+    (tmp_path / "asked.jsonl").write_text("\n".join(rows))
+    expected = predictions(tmp_path, "shipped", "--file", "asked.jsonl")
+    score = json.loads((folder / "parity.json").read_text())
+    figure = score[f"exported_{'f1_micro' if run == 'sets' else 'accuracy'}"]
+    said = capsys.readouterr().err
+    assert f"{form.replace('onnx', 'model')}.onnx: " in said
+    assert f" {100 * figure:.1f} % on {score['samples']} valid samples" in said
+    for found, wanted in zip(answers, expected, strict=True):
+        assert found["prediction"] == wanted["prediction"]
+        assert found.get("probability") == pytest.approx(wanted.get("probability"), abs=1e-6)
+        assert found["probabilities"] == pytest.approx(wanted["probabilities"], abs=1e-6)
 
 
 def test_a_file_of_other_texts_is_told_from_those_of_validation(

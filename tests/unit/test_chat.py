@@ -31,7 +31,7 @@ def test_an_answer_is_part_of_the_next_question_until_a_reset(capsys: pytest.Cap
         yield from ("an ", "answer")
 
     told = [{"role": "system", "content": "be kind"}]
-    lines = ["one?", "two?", "/reset", "three?", "/quit", "four?"]
+    lines = ["one?", "two?", "/reset", "three?", "/exit", "four?"]
     converse(lines, Template(), write, told)  # type: ignore[arg-type]
     assert capsys.readouterr().out == "an answer\n" * 3
     assert asked[1:] == [["be kind", "one?", "an answer", "two?"], ["be kind", "three?"]]

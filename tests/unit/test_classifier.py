@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from isobatch.core.errors import UserError
+from isobatch.models import hub
 from isobatch.models.base import Sum
 from isobatch.models.classification.task import Classifier, ClassifierOptions
 from isobatch.models.encoder import encoders
@@ -198,3 +199,32 @@ def test_a_new_head_learns_faster_than_what_is_trained(family: str, tmp_path: Pa
         assert {rates[name] for name in fast} <= {10.0}
     scratch = make()
     assert {scratch.rate_share(n) for n, _ in scratch.build_model(facts()).named_parameters()} == {1.0}
+
+
+INDEX = {"model.safetensors.index.json": '{"weight_map": {"a": "1.safetensors"}}'}
+
+
+@pytest.mark.parametrize(
+    ("files", "whole"),
+    [
+        ({}, False),
+        ({"model.safetensors": ""}, True),
+        ({"pytorch_model.bin": ""}, True),
+        ({"tf_model.h5": ""}, False),
+        ({"model.safetensors.index.json": '{"weight_map": {"a": "1.safetensors"}}'}, False),
+        (
+            {"model.safetensors.index.json": '{"weight_map": {"a": "1.safetensors"}}', "1.safetensors": ""},
+            True,
+        ),
+    ],
+)
+def test_a_folder_without_weights_is_no_model_to_train(
+    files: dict[str, str], whole: bool, tmp_path: Path
+) -> None:
+    for name, text in {"config.json": "{}", "tokenizer.json": "{}", **files}.items():
+        (tmp_path / name).write_text(text)
+    if whole:
+        assert hub.fetch_weights(str(tmp_path), None) == str(tmp_path)
+        return
+    with pytest.raises(UserError, match=r"^--model .* holds no model.safetensors and no pytorch_model.bin"):
+        hub.fetch_weights(str(tmp_path), None)

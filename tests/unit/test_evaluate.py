@@ -12,7 +12,7 @@ from torch import nn
 
 from isobatch.core.recipe import Recipe
 from isobatch.data.base import ArraySource, Ragged
-from isobatch.engine.train.evaluate import evaluate, fraction_while_training, held_out_samples
+from isobatch.engine.train.evaluate import at_least_few, evaluate, held_out_samples
 from isobatch.models.base import Batch, Loss, Rows, StepContext, Sum, Task
 from isobatch.tests.unit.helpers import plan
 
@@ -107,7 +107,7 @@ def test_a_fraction_is_a_fair_share_of_a_sorted_split() -> None:
 def test_of_few_samples_all_are_measured_while_training(count: int, share: float) -> None:
     """--eval-fraction 0.5 of 300 would be 150, fewer than 200."""
     few: Any = range(count)
-    assert fraction_while_training(Recipe(task="counting", eval_fraction=0.5), few) == share
+    assert at_least_few(0.5, few) == share
 
 
 class Plain(Counting):

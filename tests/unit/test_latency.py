@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -75,20 +74,3 @@ def test_lengths_are_drawn_alike_whenever_asked() -> None:
     assert drawn == latency.drawn_lengths(batches)
     assert len(drawn) == 32
     assert max(drawn) > 59  # from all batches
-
-
-def test_a_model_alone_is_timed_on_one_thread() -> None:
-    import torch
-
-    seen = []
-    before = torch.get_num_threads()
-
-    def run(inputs: dict[str, np.ndarray]) -> np.ndarray:
-        seen.append((torch.get_num_threads(), inputs["input_ids"].shape))
-        return np.zeros((1, 2))
-
-    facts: Any = SimpleNamespace(extra={"vocabulary": 100})
-    found = latency.latency_metrics(run, facts, [{"length": np.array([5, 9])}])
-    assert set(found) == {"latency_ms_p50", "latency_ms_p95"}
-    assert set(seen) == {(1, (1, 5)), (1, (1, 9))}
-    assert torch.get_num_threads() == before

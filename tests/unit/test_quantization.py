@@ -22,6 +22,7 @@ from isobatch.models.encoder import (
     weight_surgery,
 )
 from isobatch.models.encoder.last_layer import compute_first_alone
+from isobatch.models.encoder.problems import Classes
 from isobatch.tests.unit.encoders import FAMILIES, classifier, given, logits, some_masks
 
 if TYPE_CHECKING:
@@ -246,4 +247,4 @@ def test_nan_and_a_changed_prediction_are_no_agreement(found: Any, said: str) ->
         class_metrics.Predictions(one, labels) for one in (trained, trained if found is None else found)
     )
     with pytest.raises(ExportError, match=said) if said else contextlib.nullcontext():
-        export.check_agreement("onnx", mine, other)
+        export.check_agreement("onnx", Classes(["a", "b"]), mine, other)
