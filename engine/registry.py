@@ -254,13 +254,8 @@ def workload(name: str) -> LoadedWorkload:
             raise UserError(f"--task {name}: {why}")
         known = f"{nearest_hint(key, valid)}; valid: {', '.join(valid)}, or ./file.py:Class"
         raise UserError(f"--task {name}: there is no such task{known}")
-    task = _load(TASKS[key].task)
-    return LoadedWorkload(key, task, _load(task.data), _load(task.streamed or None))
-
-
-def _load(path: Any) -> Any:
-    """The class at `module:Class` within isobatch; what is no text as it is."""
-    return load(path) if isinstance(path, str) else path
+    task: type[Task] = load(TASKS[key].task)
+    return LoadedWorkload(key, task, load(str(task.data)), load(task.streamed) if task.streamed else None)
 
 
 def complete(task: str, values: Mapping[str, Any]) -> tuple[Recipe, list[str]]:

@@ -6,6 +6,7 @@ The codes of age, occupation and genre become words: the texts of users and item
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -15,16 +16,13 @@ from isobatch.core.errors import UserError
 from isobatch.data.interactions.formats import FolderFormat, ItemText, RawInteractions
 from isobatch.data.interactions.tables import Table, delimited_table, headless, read_fields, read_rows
 
-AGES = {"1": "under 18", "18": "18 to 24", "25": "25 to 34", "35": "35 to 44", "45": "45 to 49"}
-AGES |= {"50": "50 to 55", "56": "56 or older"}
-_OCCUPATIONS = """other|educator|artist|clerical|college student|customer service|doctor|executive|farmer
-homemaker|K-12 student|lawyer|programmer|retired|sales|scientist|self-employed|engineer|tradesman|unemployed
-writer"""
-OCCUPATIONS = re.split(r"[|\n]", _OCCUPATIONS)
+_CODES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+AGES: dict[str, str] = _CODES["ages"]
+OCCUPATIONS: list[str] = _CODES["occupations"]
 COLUMNS = ("user", "item", "rating", "time")
 FILES_1M = ("ratings.dat", "users.dat", "movies.dat")
 FILES_100K = ("u.data", "u.user", "u.item", "u.genre")
-SEXES = {"F": "female", "M": "male"}
+SEXES: dict[str, str] = _CODES["sexes"]
 
 
 def _read_ml_1m(path: Path) -> RawInteractions:

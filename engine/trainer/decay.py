@@ -7,7 +7,6 @@ anew, and the checkpoint. What follows is the recipe's last part.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import shutil
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,7 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import UserError, refuse
 from isobatch.core.flags import Interval
 from isobatch.engine.checkpointing import checkpoint
+from isobatch.engine.checkpointing.digests import bytes_digest
 from isobatch.engine.optimization.schedule import decay_steps
 from isobatch.engine.runs.metrics_log import SEAL, MetricsLog
 from isobatch.engine.runs.run_folder import FolderTakenError, RunFolder
@@ -110,6 +110,6 @@ def _copy_until(run: RunFolder, fresh: RunFolder, name: str) -> None:
     state |= {"logs": log.seal(phase, step), "recipe_hash": fresh.recipe.hash()}
     atomic_files.write_json(target / "state.json", state)
     sums = atomic_files.read_json(target / checkpoint.CHECKSUMS)
-    sums["state.json"] = hashlib.sha256((target / "state.json").read_bytes()).hexdigest()
+    sums["state.json"] = bytes_digest(target / "state.json")
     atomic_files.write_json(target / checkpoint.CHECKSUMS, sums)
     target.rename(fresh.checkpoints / name)

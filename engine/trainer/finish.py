@@ -16,13 +16,7 @@ from isobatch.engine.checkpointing.digests import bytes_digest, folder_digests
 from isobatch.engine.checkpointing.weight_files import export_beside
 from isobatch.engine.distributed.stop_signals import TerminatedError
 from isobatch.engine.model_setup.compile_model import uncompiled
-from isobatch.engine.runs.summary import (
-    HELD_OUT_SPLITS,
-    before_training,
-    first_held_out,
-    metrics_fields,
-    startup_seconds,
-)
+from isobatch.engine.runs import summary as summaries
 from isobatch.engine.train.evaluate import host_batches, refuse_nonfinite_metrics
 from isobatch.models import capabilities, model_card
 
@@ -69,7 +63,7 @@ def finish(run: RunOnRank, builder: Builder, evaluation: Evaluate, guard: DataGu
     beside = {name: state.strategy.read_held(saved, name) for name in saved.hooks_with_weights()}
     _refuse_nonfinite_weights(state)
     held_out: dict[str, dict[str, Any]] = {}
-    for split in (s for s in reversed(HELD_OUT_SPLITS) if s in state.splits):
+    for split in (s for s in reversed(summaries.HELD_OUT_SPLITS) if s in state.splits):
         _stop_if_asked(run, state)
         held_out[split] = evaluation.measure(split, 1.0, exported, beside)
         refuse_nonfinite_metrics(held_out[split], split)
@@ -101,8 +95,8 @@ def finish(run: RunOnRank, builder: Builder, evaluation: Evaluate, guard: DataGu
         shutil.rmtree(run.folder.final, ignore_errors=True)
         run.folder.unfinished.replace(run.folder.final)
         run.peak.observe()
-        summary |= {"before": before_training(next(atomic_files.rows_in(run.folder.metrics), {}))}
-        summary |= metrics_fields(held_out) | {"peak_memory_bytes": run.peak.bytes}
+        summary |= {"before": summaries.before_training(next(atomic_files.rows_in(run.folder.metrics), {}))}
+        summary |= summaries.metrics_fields(held_out) | {"peak_memory_bytes": run.peak.bytes}
         _seal(run, state, saved.folder.name, summary)
         run.folder.write_summary(summary)
     if not world.broadcast_object(is_whole):
@@ -147,8 +141,8 @@ def _summarize(
         "data_wait_fraction": round(progress.waited_seconds / seconds, 4),
         "padding_fraction": round(progress.padding / max(1, progress.steps), 4),
         "predicted_peak_memory_bytes": plan.predicted_peak_memory_bytes,
-        **metrics_fields(held_out),
-        "startup_seconds": startup_seconds(run.first_step_at, run.measured_before),
+        **summaries.metrics_fields(held_out),
+        "startup_seconds": summaries.startup_seconds(run.first_step_at, run.measured_before),
         "peak_memory_bytes": run.peak.bytes,
         "monitor": capabilities.monitor_of(state.task, state.facts)[0],
         "resumed_from": run.resumed_from,
@@ -192,7 +186,7 @@ def _measure_export(
     """
     doing("measuring the exported model")
     task, splits, final, remark = state.task, state.splits, run.folder.unfinished, ""
-    split = first_held_out(held_out)
+    split = summaries.first_held_out(held_out)
     if split is None:
         if isinstance(task, capabilities.FinishesUnmeasured):
             remark = task.finish_unmeasured(model, final)

@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import tempfile
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,28 +30,10 @@ PIP = f"{sys.executable} -m pip install"
 REINSTALL = f"{PIP} --force-reinstall"
 NEW_TORCH = f"{PIP} --upgrade torch, with the --index-url that pytorch.org names for this machine"
 TORCH = Probe("torch", "arithmetic", f"{REINSTALL} torch", {"device": "cpu"})
-GLOO = Probe(
-    "gloo",
-    "all_reduce",
-    "unset GLOO_SOCKET_IFNAME; ip link set lo up; a firewall must let this machine reach itself",
-    {"backend": "gloo", "processes": 2},
-)
-NCCL = (
-    "NCCL_DEBUG=INFO isobatch doctor says why; nvidia-smi topo -m shows the links; unset NCCL_P2P_DISABLE, or"
-    " try NCCL_P2P_DISABLE=1; a larger /dev/shm"
-)
-LIBRARIES = {
-    "bitsandbytes": (
-        f'{REINSTALL} "bitsandbytes>=0.49"',
-        "--load-bits, --adapter qlora and 8-bit optimizers",
-    ),
-    "deepspeed": (
-        f'{REINSTALL} "deepspeed>=0.19"; where it asks for CUDA_HOME: install CUDA\'s compiler (nvcc) and'
-        " export CUDA_HOME=/usr/local/cuda",
-        "--strategy zero1, zero2 and zero3",
-    ),
-}
-"""Libraries that are often broken -> what mends them, and the flags that need them."""
+REMEDIES = tomllib.loads(Path(__file__).with_name("remedies.toml").read_text(encoding="utf-8"))
+LIBRARIES: dict[str, dict[str, str]] = REMEDIES["libraries"]
+"""Libraries that are often broken -> what is reinstalled, and the flags that need them."""
+GLOO = Probe("gloo", "all_reduce", REMEDIES["gloo"], {"backend": "gloo", "processes": 2})
 WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -84,14 +67,15 @@ def probes_for(hardware: Hardware) -> list[Probe]:
     found = [TORCH, GLOO, *map(library_probe, filter(installed_version, LIBRARIES))]
     usable = [n for n, gpu in enumerate(hardware.gpus) if gpu.supported] if hardware.kind == "cuda" else []
     if usable:
-        found.append(Probe("nccl", "all_reduce", NCCL, {"backend": "nccl", "processes": len(usable)}))
+        arguments = {"backend": "nccl", "processes": len(usable)}
+        found.append(Probe("nccl", "all_reduce", REMEDIES["nccl"], arguments))
     return found + [gpu_probe(number) for number in usable]
 
 
 def library_probe(module: str) -> Probe:
     """Whether a library can be imported, which reads CUDA's compiler and its own compiled parts."""
-    remedy, needed_by = LIBRARIES[module]
-    return Probe(module, "imported", remedy, {"module": module}, needed_by)
+    remedy = f"{REINSTALL} {LIBRARIES[module]['reinstall']}"
+    return Probe(module, "imported", remedy, {"module": module}, LIBRARIES[module]["needed_by"])
 
 
 def gpu_probe(number: int) -> Probe:

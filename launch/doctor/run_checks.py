@@ -20,7 +20,7 @@ from isobatch.engine.runs.classify_errors import classify
 from isobatch.engine.runs.log_reader import damaged_rows, newest_rows
 from isobatch.engine.runs.run_folder import RunFolder, no_run, refuse_links
 from isobatch.launch.control.runs import RunsOptions, look
-from isobatch.launch.doctor.machine import check_machine, check_space
+from isobatch.launch.doctor.machine import REMEDIES, check_machine, check_space
 from isobatch.launch.doctor.probes import Check, broken, ok, warning
 from isobatch.launch.local.arguments import read_command
 from isobatch.launch.local.run_setup import one_run
@@ -37,12 +37,6 @@ ERROR = re.compile(
 )
 """The last line of a traceback, behind the mark of a rank where torchrun puts one;
 or what Slurm and the kernel say when they end a job."""
-REMEDIES = {
-    "out of memory": "isobatch resume {} --memory-limit 80% --activation-checkpointing on",
-    "signal 9": "dmesg | grep -i oom says whether memory ran out; then: isobatch resume {}",
-    "": "isobatch logs {} --lines 100",
-}
-"""Part of a reason -> what helps."""
 SILENT_SECONDS = 30.0
 """Ranks speak every second."""
 STILL_SECONDS, STILL_STEPS = 60.0, 10.0
@@ -101,7 +95,7 @@ def check_state(run: RunFolder) -> Check:
     done = f"step {seen.step or 0} of {seen.total or '?'}"
     if seen.state == "failed":
         reason = str((run.summary() or {}).get("reason") or "no reason was written")
-        known = next(way for word, way in REMEDIES.items() if word in reason.lower())
+        known = next(way for word, way in REMEDIES["failed"].items() if word in reason.lower())
         return broken("state", f"failed at {done}: {reason}", known.format(run.folder))
     resume = f"isobatch resume {run.folder}"
     if seen.state == "unfinished":

@@ -40,14 +40,7 @@ LEFT: dict[str, str] = _TABLES["left"]
 """Flags that were taken out -> what to use instead."""
 A_RUN: dict[str, str] = _TABLES["a_run"]
 """Flags that take no run -> which flags do."""
-FORMS = {
-    "on": "|".join(ON_WORDS),
-    "off": "false|off|no|0",
-    "share": r"0\.\d+|1\.0+",
-    "whole": r"\d+",
-    "zero": r"0|0\.0+",
-    "any": "(?s).*",
-}
+FORMS: dict[str, str] = _TABLES["forms"]
 """Name of a form of values -> its pattern."""
 
 
