@@ -105,15 +105,17 @@ def spelling(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-@functools.cache
-def flags_of(options: type) -> dict[str, Flag]:
-    """The flags of one dataclass, in order, not to be changed. Fields marked `derived` are none."""
+def _flags_of(options: type) -> dict[str, Flag]:
     hints, helps = typing.get_type_hints(options, include_extras=True), _field_docs(options)
     return {
         name: Flag(name, hints[field.name], _default(field), helps.get(field.name, ""))
         for field in dataclasses.fields(options)
         if not field.metadata.get("derived") and (name := field.name.rstrip("_"))  # no field is called `from`
     }
+
+
+flags_of: Callable[[type], dict[str, Flag]] = functools.cache(_flags_of)
+"""The flags of one dataclass, in order, not to be changed. Fields marked `derived` are none."""
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

@@ -254,7 +254,7 @@ def workload(name: str) -> LoadedWorkload:
             raise UserError(f"--task {name}: {why}")
         known = f"{nearest_hint(key, valid)}; valid: {', '.join(valid)}, or ./file.py:Class"
         raise UserError(f"--task {name}: there is no such task{known}")
-    task: type[Task] = load(TASKS[key].task)
+    task = load(TASKS[key].task)
     return LoadedWorkload(key, task, load(str(task.data)), load(task.streamed) if task.streamed else None)
 
 

@@ -259,7 +259,7 @@ class SplitLabels:
         """Those of the rows where this mask is true, with their labels alone."""
         used, codes = np.unique(self.codes[rows], return_inverse=True)
         whole = {name: getattr(self, name) for name in ("labels", "first", "names")}
-        of = {name: tuple(each[n] for n in used if each) for name, each in whole.items()}
+        of: dict[str, Any] = {name: tuple(each[n] for n in used if each) for name, each in whole.items()}
         return replace(self, codes=codes.astype(np.int32), hashes=self.hashes[rows], **of)
 
     def named(self, kind: LabelKind) -> SplitLabels:
