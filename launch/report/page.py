@@ -5,7 +5,7 @@ from elsewhere, as Markdown and as JSON.
 from __future__ import annotations
 
 import io
-import re
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +21,8 @@ from isobatch.engine.machine.detect import detect
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.local.arguments import read_command
 from isobatch.launch.local.run_setup import AnswerOptions, held_out, open_run
-from isobatch.launch.report import records
-from isobatch.launch.report.tables import baselines_tables, runs_table
+from isobatch.launch.report import records, sweeps
+from isobatch.launch.report.tables import baselines_tables, rendered, runs_table
 from isobatch.models.encoder import report as comparison
 from isobatch.models.protocols import Drawing, ReportRow
 
@@ -38,15 +38,20 @@ class ReportOptions(AnswerOptions):
 
 
 def report(words: Sequence[str]) -> int:
-    """Usage: report RUN... [--to FOLDER] [--json] [--png]
+    """Usage: report RUN|SWEEP... [--to FOLDER] [--json] [--png]
 
-    Markdown, JSON and one HTML page that opens offline. The first run is the baseline that the others are
-    compared with. Of a run that is not done the page shows what there is.
+    Markdown, JSON and one HTML page that opens offline. The first run is the baseline of the others. Of a run
+    that is not done the page shows what there is; of runs/sweep-NAME its table and its best setting's runs.
     """
     positional, options = read_command(words, ReportOptions, "report")
     if not positional:
         raise UserError("report: give the folders of one or more runs, the baseline first")
-    runs = [open_run(place, True) if options.trust else RunFolder.open(place) for place in positional]
+    folders = [Path(place).expanduser() for place in positional]
+    searches = [one for one in folders if (one / sweeps.FILE_NAME).is_file()]
+    found = {one: atomic_files.read_json(one / sweeps.FILE_NAME) for one in searches}
+    named = ([one] if one not in found else sweeps.places_of(found[one]["best"], one) for one in folders)
+    places = itertools.chain.from_iterable(named)
+    runs = [open_run(place, True) if options.trust else RunFolder.open(place) for place in places]
     if options.png:
         for run in runs:
             to = Path(options.to).expanduser() if options.to else run.folder / "plots"
@@ -54,22 +59,24 @@ def report(words: Sequence[str]) -> int:
                 print(printable(file))
         return 0
     need("matplotlib", "report")  # said before minutes of measuring
-    folder = Path(options.to).expanduser() if options.to else runs[-1].folder / "report"
-    contents = write_report(runs, folder)
+    folder = Path(options.to).expanduser() if options.to else folders[-1] / "report"
+    above = [part for one in found for part in _parts_of_sweep(one, found[one])]
+    contents = write_report(runs, folder, above)
     return print_answer(contents.to_dict(), text_of(contents, folder), options.json)
 
 
-def write_report(runs: Sequence[RunFolder], folder: Path) -> Contents:
+def write_report(runs: Sequence[RunFolder], folder: Path, above: Sequence[PagePart] = ()) -> Contents:
     """Measure and compare runs that are done; write report.json, report.md and report.html. Of other runs
-    only the records are shown. Raises UserError.
+    only the records are shown. `above`: what stands before them. Raises UserError.
     """
-    contents = collect(runs)
+    contents = collect(runs, above)
     with atomic_files.explain_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     doing("drawing the report")
     atomic_files.write_json(folder / "report.json", contents.to_dict())
     for ending in ("md", "html"):
-        atomic_files.write_text(folder / f"report.{ending}", render(contents, ending))
+        page = rendered(f"page.{ending}.jinja", parts=parts_of(contents), svg=_svg)
+        atomic_files.write_text(folder / f"report.{ending}", page)
     return contents
 
 
@@ -90,6 +97,7 @@ class Contents:
     models: list[ReportRow]
     """A row for each form of each model that was measured."""
     drawings: list[Drawing]
+    above: Sequence[PagePart] = ()
 
     def verdicts(self) -> list[str]:
         """What the models are worth, a sentence each."""
@@ -101,7 +109,7 @@ class Contents:
         return {**found, "models": self.models}
 
 
-def collect(runs: Sequence[RunFolder]) -> Contents:
+def collect(runs: Sequence[RunFolder], above: Sequence[PagePart]) -> Contents:
     """Read the runs' records; compare the models of those that are done on this machine."""
     tasks = [records.task_of(run) for run in runs]
     reports = [records.report_of(task) for task in tasks]
@@ -114,7 +122,7 @@ def collect(runs: Sequence[RunFolder]) -> Contents:
         models = comparison.compare(comparison.measure_in_turn(models, call_in_child))
     doing("reading the runs")
     read = [records.read_records(run, task) for run, task in zip(runs, tasks, strict=True)]
-    return Contents(detect().describe(), read, models, records.drawings_of(read, reports))
+    return Contents(detect().describe(), read, models, records.drawings_of(read, reports), above)
 
 
 def _measure(run: RunFolder, report: comparison.ClassifierReport) -> list[ReportRow]:
@@ -140,10 +148,18 @@ class PagePart(NamedTuple):
     drawing: Drawing | None = None
 
 
+def _parts_of_sweep(folder: Path, found: dict[str, Any]) -> Iterator[PagePart]:
+    yield PagePart("h2", f"Sweep {printable(folder.name.removeprefix('sweep-'))}")
+    yield PagePart("table", rows=sweeps.cells_of(found))
+    yield from (PagePart("verdict", line) for line in sweeps.legend(found))
+    yield PagePart("figure", drawing=sweeps.drawing(found, folder))
+
+
 def summary_parts(contents: Contents) -> Iterator[PagePart]:
     """What the models are worth: all that a terminal shows, too."""
     runs, models, measured = contents.runs, contents.models, {row["run"] for row in contents.models}
     unmeasured = [run for run in runs if run["run"] not in measured]
+    yield from contents.above
     yield from (PagePart("verdict", f"{run['run']}: {run['remark']}") for run in runs if run.get("remark"))
     for title, rows in baselines_tables(unmeasured):
         yield from (PagePart("h2", title), PagePart("table", rows=rows))
@@ -186,17 +202,6 @@ def parts_of(contents: Contents) -> Iterator[PagePart]:
             yield PagePart("note", "No step is logged yet.")
 
 
-def render(contents: Contents, ending: str) -> str:
-    """The text of report.html, or of report.md, which is the page without its figures."""
-    from jinja2 import Environment, StrictUndefined
-
-    is_page = ending == "html"
-    environment = Environment(autoescape=is_page, trim_blocks=not is_page, undefined=StrictUndefined)
-    environment.filters["md"] = _escaped
-    template = environment.from_string(Path(__file__).with_name(f"page.{ending}.jinja").read_text())
-    return printable(template.render(parts=parts_of(contents), svg=_svg))
-
-
 def _svg(drawing: Drawing) -> str:
     from matplotlib import rc_context
 
@@ -204,8 +209,3 @@ def _svg(drawing: Drawing) -> str:
         text = io.StringIO()
         records.draw_figure(drawing).savefig(text, format="svg", metadata={"Date": None})
     return text.getvalue()[text.getvalue().index("<svg") :]
-
-
-def _escaped(text: str) -> str:
-    """Text that Markdown shows as it is: no table, link, code, emphasis or HTML begins in it."""
-    return re.sub(r"([\\|`<\[*])", r"\\\1", " ".join(text.split()))

@@ -89,7 +89,7 @@ def read_records(run: RunFolder, task: Task | None) -> dict[str, Any]:
     reported = report.reported if report else ()
     if damaged := damaged_rows(run.metrics):
         notes.append(f"damaged rows of metrics.jsonl that are left out: {damaged}")
-    rows = _placed_rows(run, ("seal", "split", *reported))  # phases end with a seal
+    rows = placed_rows(run, ("seal", "split", *reported))  # phases end with a seal
     steps, shown = [row for row in rows if "lr" in row], ("loss", *curves)
     held_out = {row["at"]: row for row in reversed(rows) if row.get("split") == VALID}
     status = "training" if run.is_training() else str(summary.get("status") or "unfinished")
@@ -153,7 +153,7 @@ def _readable(read: Callable[[], Any], notes: list[str]) -> Any:
         return None
 
 
-def _placed_rows(run: RunFolder, fields: tuple[str, ...]) -> list[dict[str, Any]]:
+def placed_rows(run: RunFolder, fields: tuple[str, ...]) -> list[dict[str, Any]]:
     """Rows of metrics.jsonl, `at` in each its step counted through all phases; a received run's may say
     anything.
     """

@@ -1,4 +1,4 @@
-"""`auto --lr 1e-3,3e-3 --seed 0-2`: a run for each combination, then a table, sweep.json and sweep.png.
+"""`auto --lr 1e-3,3e-3 --seed 0-2`: a run for each combination, then a table, sweep.json and pictures of it.
 
 Called again, it goes on where it was stopped. Seeds of one setting are one row: mean and deviation. The best
 is chosen by the validation split; of the test split its figures alone are shown, by which nothing was chosen.
@@ -15,6 +15,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,23 +23,19 @@ from typing import Any
 from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, STOPPED, UserError
 from isobatch.core.extras import has
-from isobatch.core.flags import to_json_value
+from isobatch.core.flags import Flag, convert, flags_of, spelling, to_json_value
+from isobatch.core.recipe import Recipe
 from isobatch.core.terminal import print_answer, print_lines, table
-from isobatch.engine.runs.log_reader import thinned_rows
 from isobatch.engine.runs.run_folder import RunFolder, run_name
-from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 from isobatch.launch.local.arguments import Point, Request, labelled
 from isobatch.launch.local.launch_run import AutoOptions, find_or_train
 from isobatch.launch.local.run_setup import known_run
+from isobatch.launch.report import sweeps
 from isobatch.launch.report.records import DOTS_PER_INCH, draw_figure
+from isobatch.launch.report.sweeps import TEST, VALID
 from isobatch.models.capabilities import monitor_of
-from isobatch.models.protocols import Drawing
 
-FILE_NAME = "sweep.json"
 SEED = "seed"
-TEST, VALID = HELD_OUT_SPLITS
-LOOKS = (("0.7", "x", "stopped or failed"), ("C0", "o", "whole run"), ("C3", "o", "best"))
-"""Colour, marker and name of runs in a picture."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -78,16 +75,10 @@ class Trained:
         """The content of its summary.json, if there is one yet."""
         return (self.run and self.run.summary()) or {}
 
-    def curve(self, name: str = "step") -> list[tuple[int, float]]:
-        """Steps with a field of the validation split's rows."""
-        rows = thinned_rows(self.run.metrics, 1, ("split",)) if self.run else []
-        found = [(row["step"], row.get(name)) for row in rows if row.get("split") == VALID]
-        return [(step, math.nan if value is None else value) for step, value in found]
-
     def stop_of(self, share: float) -> int:
         """The step of the first evaluation past a share of all steps, or 0."""
         steps = self.summary().get("planned_steps", 0)
-        return next((step for step, _ in self.curve() if 0 < share * steps <= step < steps), 0)
+        return next((step for step, _ in sweeps.curve(self.run) if 0 < share * steps <= step < steps), 0)
 
 
 def train_sweep(points: Sequence[Point], options: AutoOptions) -> int:
@@ -113,7 +104,9 @@ def train_sweep(points: Sequence[Point], options: AutoOptions) -> int:
             scores, going = judge(going, share, keeps, _monitor(going))
             rungs.append({"share": share, "scores": scores})
         found = _store(runs, rungs, folder)
-    print_answer(found, f"{format_sweep(found)}\nall figures: {folder / FILE_NAME}", options.json)
+    said = [table(sweeps.cells_of(found)), "", *sweeps.legend(found)]
+    where = f"all figures: {folder / sweeps.FILE_NAME}; tables: sweep.csv, sweep.md and sweep.tex there"
+    print_answer(found, "\n".join([*said, where]), options.json)
     return max(one.code for one in runs)
 
 
@@ -127,14 +120,15 @@ def judge(
     groups = by_setting(going)
     for one in going:
         stop = one.stop_of(share) or math.inf
-        values = [value for step, value in one.curve(monitor[0]) if step <= stop and one.code == DONE]
-        one.score = [math.nan, *values][-1]
+        curve = sweeps.curve(one.run, monitor[0]) if one.code == DONE else []
+        one.score = [math.nan, *(value for step, value in curve if step <= stop)][-1]
     scores = {name: statistics.fmean(one.score for one in group) for name, group in groups.items()}
     known = sorted((s, name) for name, s in scores.items() if math.isfinite(s))
     kept = known[:: -1 if monitor[1] == "max" else 1][: -(-len(groups) // keeps)]
     chosen = [one for _, name in kept for one in groups[name]]
     for one in going:
-        one.stopped = 0 if one in chosen or one.metrics else one.stop_of(share)
+        if one not in chosen and not one.metrics and (stop := one.stop_of(share)):
+            one.stopped, one.metrics = stop, {VALID: {monitor[0]: one.score}}
     return scores, chosen
 
 
@@ -160,9 +154,12 @@ def _store(runs: Sequence[Trained], rungs: Sequence[dict[str, Any]], folder: Pat
         whole = [(one.summary().get("planned_steps", 0), one.stopped) for one in runs]
         saved = sum(steps - stopped for steps, stopped in whole if stopped)
         found |= {"rungs": rungs, "steps": sum(steps for steps, _ in whole), "steps_saved": saved}
-    atomic_files.write_json(folder / FILE_NAME, found)
+    workload = runs[0].request.workload
+    found["edges"] = list(edges(found, flags_of(Recipe) | workload.option_flags()))
+    atomic_files.write_json(folder / sweeps.FILE_NAME, found)
+    sweeps.write_tables(found, folder)
     if has("matplotlib"):
-        draw_figure(drawing(found, runs)).savefig(folder / "sweep.png", dpi=DOTS_PER_INCH)
+        draw_figure(sweeps.drawing(found, folder)).savefig(folder / "sweep.png", dpi=DOTS_PER_INCH)
     else:
         print_lines("no sweep.png, which needs matplotlib: pip install 'isobatch[plots]'")
     return found
@@ -186,7 +183,8 @@ def summary(runs: Sequence[Trained], metric: str, direction: str) -> dict[str, A
     """
     groups = by_setting(runs)
     rows = [_row(group) for group in groups.values()]
-    known = [row for row in rows if math.isfinite(row["metrics"].get(metric, math.nan))]
+    ended = [row for row in rows if "stopped" not in row]
+    known = [row for row in ended if math.isfinite(row["metrics"].get(metric, math.nan))]
     best = (max if direction == "max" else min)(known, key=lambda row: row["metrics"][metric], default=None)
     if best and (test := _figures(groups[atomic_files.json_text(best["values"])], TEST))["metrics"]:
         best = {**best, TEST: test}
@@ -194,15 +192,14 @@ def summary(runs: Sequence[Trained], metric: str, direction: str) -> dict[str, A
 
 
 def _row(group: Sequence[Trained]) -> dict[str, Any]:
-    row = {
+    stops = [one.stopped for one in group if one.stopped]
+    return {
         "values": {name: value for name, value in group[0].values.items() if name != SEED},
         "runs": [str(one.run.folder) for one in group if one.run],
         "failed": sum(one.code != DONE for one in group),
         **_figures(group, VALID),
+        **({"stopped": stops[0]} if stops else {}),
     }
-    if stops := [one for one in group if one.stopped]:
-        row |= {"stopped": stops[0].stopped, "score": statistics.fmean(one.score for one in stops)}
-    return row
 
 
 def _figures(group: Sequence[Trained], split: str) -> dict[str, dict[str, float]]:
@@ -218,70 +215,18 @@ def _figures(group: Sequence[Trained], split: str) -> dict[str, dict[str, float]
     }
 
 
-def format_sweep(found: Mapping[str, Any]) -> str:
-    """The table: what was swept, and the task's own metric; sweep.json has the others."""
-    rows, metric, best = found["rows"], found["metric"], found["best"] or {}
-    cells = [["", *rows[0]["values"], f"{VALID} {metric}", "run"]]
-    for row in rows:
-        mark = "best" if row["values"] == best.get("values") and len(rows) > 1 else ""
-        others = f" and {len(row['runs']) - 1} more" if len(row["runs"]) > 1 else ""
-        failed = f" ({row['failed']} failed)" if row["failed"] else ""
-        name = Path(row["runs"][0]).name + others + failed
-        cells.append([mark, *map(str, row["values"].values()), _figure(row, metric), name])
-    return "\n".join([table(cells), "", *_legend(found)])
-
-
-def _legend(found: Mapping[str, Any]) -> Iterator[str]:
-    """What the table's figures are, and that of the best on the test split."""
-    best, metric, alone = found["best"], found["metric"], len(found["rows"]) == 1
-    if best is None:
-        yield f"best: none, as no run has a {metric} of the {VALID} split to choose by"
-    elif not alone:
-        yield f"best: by {VALID} {metric} ({'lower' if found['direction'] == 'min' else 'higher'} is better)"
-    if best and TEST in best and metric in best[TEST]["metrics"]:
-        yield f"{TEST}{'' if alone else ', of the best alone'}: {_figure(best[TEST], metric)}"
-    if "rungs" in found:
-        saved = f"{found['steps_saved']:,} of {found['steps']:,} steps were saved"
-        yield f"at step N: stopped there, with this {metric}; {saved}"
-    if any(row["deviations"] for row in found["rows"]):
-        seeds = max(len(row["runs"]) - row["failed"] for row in found["rows"])
-        yield f"+-: standard deviation of {seeds} seeds around their mean"
-
-
-def _figure(row: Mapping[str, Any], name: str) -> str:
-    if name not in row["metrics"]:
-        return f"{row['score']:.4g} at step {row['stopped']}" if "stopped" in row else ""
-    text = f"{row['metrics'][name]:.4g}"
-    return f"{text} +- {row['deviations'][name]:.2g}" if name in row["deviations"] else text
-
-
-def drawing(found: Mapping[str, Any], runs: Sequence[Trained]) -> Drawing:
-    """The metric over the steps of each run, and over each flag that is a number, seeds as error bars."""
-    rows, metric, best = found["rows"], found["metric"], (found["best"] or {}).get("values")
-    flags = [n for n in rows[0]["values"] if all(type(row["values"][n]) in (int, float) for row in rows)]
-
-    def draw(over_steps: Any, *over_flags: Any) -> None:
-        from matplotlib.ticker import LogLocator
-
-        for row, group in zip(rows, by_setting(runs).values(), strict=True):
-            kind = (metric in row["metrics"]) + (row["values"] == best)
-            look = dict(zip(("color", "marker", "label"), LOOKS[kind], strict=True), lw=1, zorder=2 + kind)
-            for one in (one for one in group if one.curve()):
-                over_steps.plot(*zip(*one.curve(metric), strict=True), markevery=[-1], **look)
-            ends = [one.metrics.get(VALID, {}).get(metric, one.score) for one in group]
-            spread = statistics.stdev(ends) if len(ends) > 1 else None
-            for name, ax in zip(flags, over_flags, strict=True):
-                ax.errorbar(row["values"][name], statistics.fmean(ends), spread, capsize=3, **look)
-        for name, ax in zip(["step", *flags], [over_steps, *over_flags], strict=True):
-            ax.set(xlabel=name, ylabel=f"{VALID} {metric}")
-            for axis in (ax.yaxis, ax.xaxis)[: 1 + (name != "step")]:
-                low, high = axis.get_data_interval()
-                if 0 < low <= high / 10:
-                    ax.set(**{f"{axis.axis_name}scale": "log"})
-                    axis.set_major_locator(LogLocator(subs=(1, 3)))
-                    axis.set_major_formatter("{x:g}")
-                    axis.set_minor_formatter("")
-        lines = dict(zip(*over_steps.get_legend_handles_labels()[::-1], strict=True))
-        over_steps.legend(lines.values(), lines.keys(), frameon=False)
-
-    return Drawing("", draw, 5.0 * (1 + len(flags)), 4.0, 1 + len(flags))
+def edges(found: Mapping[str, Any], flags: Mapping[str, Flag]) -> Iterator[str]:
+    """Of the best setting each number that is the least or the largest tried, with a range to go on with."""
+    for name, value in found["best"]["values"].items() if found["best"] else ():
+        tried = [row["values"][name] for row in found["rows"]]
+        if not all(type(one) in (int, float) for one in tried) or min(tried) < value < max(tried):
+            continue
+        factor = 10 if 0 < 10 * min(tried) <= max(tried) else 2
+        word, ends = "smallest", (type(value)(value / factor), value)
+        if value == max(tried):
+            word, ends = "largest", (value, value * factor)
+        with suppress(UserError):  # where the flag takes no such value
+            between = "..".join(f"{convert(flags[name], end):g}" for end in ends)
+            if ends[0] < ends[1] and len(set(tried)) > 1:
+                way = f"go on with {spelling(name)} {between} --trials 4"
+                yield f"{name} {value:g} is the {word} tried: {way}"

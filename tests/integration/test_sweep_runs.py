@@ -47,6 +47,11 @@ def test_a_halved_run_that_goes_on_ends_as_if_it_had_been_trained_at_once(tmp_pa
     again = command(halve, tmp_path)
     assert json.loads(again.stdout) == found, again.stderr
     assert {file: file.read_bytes() for file in logs} == logs, "nothing is trained again"
+    shown = command(warm_command("report", "runs/sweep-s", "--json"), tmp_path)
+    assert [run["run"] for run in json.loads(shown.stdout)["runs"]] == ["s-lr0.01"], shown.stderr
+    page = (tmp_path / "runs" / "sweep-s" / "report" / "report.html").read_text()
+    assert "at step 10" in page
+    assert page.count("<svg") == 2, "the sweep's, and that of the best setting's runs"
     resumed = command(warm_command("resume", str(tmp_path / "runs" / "s-lr0.0001"), "--json"), tmp_path)
     assert json.loads(resumed.stdout)["status"] == "done", "its stop is forgotten"
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import json
 import math
-import re
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +20,8 @@ from isobatch.launch.local.arguments import parse_sweep
 from isobatch.launch.local.launch_run import AutoOptions
 from isobatch.launch.local.words import combinations, drawn, label, values_of
 from isobatch.launch.report.records import draw_figure
-from isobatch.launch.sweeps.sweep import Trained, drawing, format_sweep, judge, summary
+from isobatch.launch.report.sweeps import cells_of, drawing, legend, write_tables
+from isobatch.launch.sweeps.sweep import Trained, edges, judge, summary
 
 RECIPE = flags_of(Recipe)
 LINE = f"{Path(__file__).parents[1]}/tasks/failing.py:Line"
@@ -98,13 +99,13 @@ def test_the_best_is_by_the_tasks_own_metric_and_direction() -> None:
     assert summary(runs, "loss", "min")["best"]["values"] == {"lr": 2}
     assert summary(runs, "loss", "max")["best"]["values"] == {"lr": 1}
     assert summary(runs, "none", "max")["best"] is None
-    lines = format_sweep(summary(runs, "accuracy", "max")).splitlines()
-    assert re.split(r"\s{2,}", lines[0].strip()) == ["lr", "valid accuracy", "run"]
-    assert lines[2].startswith("best")
-    assert "(1 failed)" in lines[3]
-    assert lines[-1] == "best: by valid accuracy (higher is better)"
-    lines = format_sweep(summary(runs, "loss", "min")).splitlines()
-    assert lines[-1] == "test, of the best alone: 0.8"
+    found = summary(runs, "accuracy", "max")
+    head, _, best, failed = cells_of(found)
+    assert head == ["best", "lr", "valid accuracy", "n", "run"]
+    assert best == ["*", "2", "0.8", "1", "2"]
+    assert failed == ["", "3", "(1 failed)", "0", "3"]
+    assert list(legend(found)) == ["best: by valid accuracy (higher is better)"]
+    assert list(legend(summary(runs, "loss", "min")))[-1] == "test, of the best alone: 0.8"
 
 
 def test_what_the_test_split_says_of_settings_that_were_not_chosen_is_nowhere() -> None:
@@ -117,8 +118,8 @@ def test_what_the_test_split_says_of_settings_that_were_not_chosen_is_nowhere() 
     unseen = [dataclasses.replace(run, metrics={"test": {"loss": 0.1}}) for run in runs]
     found = summary(unseen, "loss", "min")
     assert found["best"] is None, "there is no validation split to choose by"
-    assert "best: none, as no run has a loss of the valid split" in format_sweep(found)
-    assert "0.1" not in format_sweep(found)
+    assert list(legend(found)) == ["best: none, as no run has a loss of the valid split to choose by"]
+    assert "0.1" not in str(cells_of(found))
 
 
 def test_recommenders_are_compared_by_the_figure_that_ranks_all_items() -> None:
@@ -130,13 +131,73 @@ def test_recommenders_are_compared_by_the_figure_that_ranks_all_items() -> None:
 def test_seeds_are_a_mean() -> None:
     one = summary([trained(loss=0.5, seed=0), trained(loss=0.3, seed=1)], "loss", "min")
     assert one["rows"][0]["metrics"]["loss"] == pytest.approx(0.4)
-    assert format_sweep(one).splitlines()[-2] == "test: 0.6 +- 0.14"
+    assert next(legend(one)) == "test: 0.6 +- 0.14"
     both = summary([trained(loss=0.5, lr=1, seed=0), trained(loss=0.3, lr=1, seed=1)], "loss", "min")
     (row,) = both["rows"]
     assert row["metrics"]["loss"] == pytest.approx(0.4)
     assert row["deviations"]["loss"] == pytest.approx(0.1 * 2**0.5)
-    assert format_sweep(both).splitlines()[1].endswith("1-0 and 1 more")
-    assert format_sweep(both).splitlines()[-1] == "+-: standard deviation of 2 seeds around their mean"
+    assert cells_of(both)[1] == ["", "0.4 +- 0.14", "2", "1-0"], "one setting is the best of nothing"
+    assert list(legend(both))[-1] == "+-: standard deviation of n seeds around their mean"
+
+
+def test_the_tables_are_the_printed_one_for_a_program_and_for_a_text(tmp_path: Path) -> None:
+    runs = [trained(loss=loss, lr=lr, seed=seed) for lr, loss in ((1, 0.5), (2, 0.25)) for seed in (0, 1)]
+    runs.append(dataclasses.replace(trained(lr=3), metrics={"valid": {"a_b%": 2.0}}, stopped=4))
+    runs[0].metrics["valid"] = {"a_b%": 0.3}
+    runs[1].metrics["valid"] = {"a_b%": 0.5}
+    found = summary(runs, "a_b%", "min") | {"rungs": [], "steps": 9, "steps_saved": 5}
+    assert found["best"]["values"] == {"lr": 1}, "what was stopped is never the best"
+    write_tables(found, tmp_path)
+    with (tmp_path / "sweep.csv").open() as stream:
+        rows = list(csv.DictReader(stream))
+    assert [(row["best"], row["lr"], row["valid a_b%"], row["n"]) for row in rows] == [
+        ("*", "1", "0.4", "2"),
+        ("", "2", "", "2"),
+        ("", "3", "2.0", "1"),
+    ]
+    assert float(rows[0]["deviation"]) == pytest.approx(0.1 * 2**0.5)
+    assert rows[2]["stopped at step"] == "4"
+    marked = (tmp_path / "sweep.md").read_text().splitlines()
+    assert marked[:3] == [
+        "| best | lr | valid a_b% | n |",
+        "|---|---|---|---|",
+        "| \\* | 1 | 0.4 ± 0.14 | 2 |",
+    ]
+    tex = (tmp_path / "sweep.tex").read_text().splitlines()
+    begin = tex.index(r"\begin{tabular}{llll}")
+    assert tex[begin + 1 : begin + 3] == [r"\toprule", r"best & lr & valid a\_b\% & n \\"]
+    assert tex[-4:-2] == [r" & 2 &  & 2 \\", r" & 3 & 2 at step 4 & 1 \\"]
+    assert all(line.startswith("%") for line in tex[:begin])
+
+
+@pytest.mark.parametrize(
+    ("values", "best", "said"),
+    [
+        ([1e-3, 1e-2], 1e-2, "lr 0.01 is the largest tried: go on with --lr 0.01..0.1 --trials 4"),
+        ([1e-3, 3e-3], 1e-3, "lr 0.001 is the smallest tried: go on with --lr 0.0005..0.001 --trials 4"),
+        ([1e-4, 1e-3, 1e-2], 1e-3, None),
+        ([1e-3], 1e-3, None),
+        ([0.0, 1e-3], 0.0, None),
+    ],
+)
+def test_a_best_value_at_the_edge_of_what_was_tried_is_named(
+    values: list[float], best: float, said: str | None
+) -> None:
+    found = summary([trained(loss=abs(lr - best), lr=lr) for lr in values], "loss", "min")
+    assert list(edges(found, RECIPE)) == ([said] if said else [])
+
+
+def test_no_value_is_advised_that_the_flag_does_not_take() -> None:
+    runs = [trained(loss=1 - share, train_fraction=share) for share in (0.5, 1.0)]
+    assert list(edges(summary(runs, "loss", "min"), RECIPE)) == []
+    runs = [trained(loss=size, batch_size=size, schedule="cosine") for size in (1, 4)]
+    assert list(edges(summary(runs, "loss", "min"), RECIPE)) == [], "there is no batch of 0"
+
+
+def test_halving_that_stopped_nothing_says_why() -> None:
+    found = summary([trained(loss=lr, lr=lr) for lr in (1, 2)], "loss", "min")
+    assert any("evaluate at their end alone" in line for line in legend(found | {"rungs": [{}]}))
+    assert not any("evaluate at their end" in line for line in legend(found))
 
 
 def test_the_same_words_draw_the_same_values() -> None:
@@ -176,8 +237,9 @@ def test_the_better_half_goes_on_by_the_mean_of_its_seeds(
         for seed, curve in enumerate(curves.split()):
             run = RunFolder(tmp_path / f"{lr}-{seed}")
             run.folder.mkdir()
-            rows = [{"step": 5, "split": "valid", "loss": float(curve[0]) if curve[0] != "x" else None}]
-            rows.append({"step": 10, "split": "valid", "loss": float(curve[1])})
+            found = zip((5, 10), curve, strict=True)
+            losses = [(step, float(loss) if loss != "x" else None) for step, loss in found]
+            rows = [{"phase": "train", "step": step, "split": "valid", "loss": loss} for step, loss in losses]
             run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
             run.write_summary({"planned_steps": 10, "status": "stopped"})
             one = trained(lr=lr, seed=seed)
@@ -189,16 +251,29 @@ def test_the_better_half_goes_on_by_the_mean_of_its_seeds(
     assert {one.stopped for one in runs if one not in going} == {5}
 
 
-def test_the_picture_has_a_panel_for_each_flag_that_is_a_number() -> None:
+def test_the_picture_has_a_panel_for_each_field_that_was_searched_among_numbers(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     runs = [
-        trained(loss=lr + seed, lr=lr, order=order, seed=seed)
+        trained(loss=lr + seed, lr=lr, order=order, epochs=1, seed=seed)
         for lr, order in ((0.1, "a"), (9, "b"))
         for seed in (0, 1)
     ]
-    runs.append(dataclasses.replace(trained(lr=3, order="a", seed=0), metrics={}, stopped=4, score=2.0))
-    steps, flag = draw_figure(drawing(summary(runs, "loss", "min"), runs)).axes
+    stopped = trained(lr=3, order="a", epochs=1, seed=0)
+    runs.append(dataclasses.replace(stopped, metrics={"valid": {"loss": 2.0}}, stopped=4))
+    for run in (runs[0], runs[1]):
+        run.run = RunFolder(tmp_path / "runs" / f"{run.values['seed']}")
+        run.run.folder.mkdir(parents=True)
+        losses = [(step, run.values["seed"] + 1 / step) for step in (5, 10)]
+        rows = [{"phase": "train", "step": step, "split": "valid", "loss": loss} for step, loss in losses]
+        run.run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = summary(runs, "loss", "min")
+    steps, flag = draw_figure(drawing(found, tmp_path / "runs" / "sweep-s")).axes
     assert (steps.get_xlabel(), flag.get_xlabel(), flag.get_xscale()) == ("step", "lr", "log")
+    (line,) = steps.lines
+    assert line.get_ydata().tolist() == pytest.approx([0.5 + 1 / 5, 0.5 + 1 / 10]), "the mean of both seeds"
+    (band,) = steps.collections
+    high = band.get_paths()[0].vertices[:, 1].max()
+    assert high == pytest.approx(0.7 + 0.5**0.5)
     containers: list[Any] = flag.containers
     bars = {float(bar[0].get_xdata()[0]): bar.has_yerr for bar in containers}
     assert bars == {0.1: True, 9: True, 3: False}
