@@ -76,6 +76,16 @@ def on_screen(text: str, stream: TextIO | None = None) -> str:
     return wrapped(text, columns(stream)) if (stream or sys.stdout).isatty() else text
 
 
+def rendered(template: Path, **shown: Any) -> str:
+    """The text that a template makes of what is shown, values and functions by name."""
+    from jinja2 import Environment, StrictUndefined
+
+    is_page = template.name.endswith(".html.jinja")
+    environment = Environment(autoescape=is_page, trim_blocks=not is_page, undefined=StrictUndefined)
+    source = environment.from_string(template.read_text(encoding="utf-8"))
+    return printable(source.render(**shown)).rstrip("\n")
+
+
 def table(rows: Sequence[Sequence[str]], width: int = 0) -> str:
     """Rows as lines for standard output with their columns below each other: within `width`, by default that
     of a terminal, and whole in a pipe.

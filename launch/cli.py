@@ -197,7 +197,7 @@ def guarded(action: Callable[[], int], debug: bool = False) -> int:
         print("isobatch: stopped by a signal; what was saved before stands", file=sys.stderr)
         return STOPPED
     except KeyboardInterrupt:
-        print("isobatch: interrupted", file=sys.stderr)
+        print("isobatch: interrupted; the same command goes on, or begins anew", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

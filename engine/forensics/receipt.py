@@ -19,7 +19,6 @@ from isobatch.core.errors import TrainingError
 from isobatch.core.facts import Facts
 from isobatch.core.plan import Plan
 from isobatch.core.recipe import Recipe
-from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint, list_checkpoints
 from isobatch.engine.optimization.left_out import decided
 from isobatch.engine.optimization.schedule import learning_rate
 from isobatch.engine.runs.metrics_log import LEFT_OUT, SEAL
@@ -50,7 +49,6 @@ def make_receipt(run: RunFolder, log: LogRecord) -> dict[str, Any]:
         raise TrainingError(f"{run.folder} is {run.status()}, and a receipt is of a finished run")
     rows = list(rows_in(run.metrics))
     steps = {(row["phase"], row["step"]): row for row in rows if is_step(row)}
-    kept = list_checkpoints(run.checkpoints, [phase.schedule.name for phase in log.phases])
     made = {
         "receipt": FORM,
         "run": run.identity,
@@ -66,7 +64,7 @@ def make_receipt(run: RunFolder, log: LogRecord) -> dict[str, Any]:
         "exported": log.final.get("exported"),
         "final": log.final["final"],
         "metrics": (run.summary() or {}).get("metrics_by_split", {}),
-        "versions": SavedCheckpoint(kept[-1]).state.get("versions", {}) if kept else {},
+        "versions": run.environment(),
     }
     return {**made, "steps": [{name: steps[place][name] for name in NEEDED} for place in places_due(made)]}
 

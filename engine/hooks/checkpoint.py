@@ -6,14 +6,17 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import math
+import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from isobatch.core.measures import now
+from isobatch.core.package import ROOT
 from isobatch.core.terminal import doing
 from isobatch.engine.checkpointing import checkpoint
 from isobatch.engine.checkpointing.writer import CheckpointWriter
+from isobatch.engine.machine.detect import run_command
 from isobatch.engine.optimization.left_out import until
 from isobatch.engine.optimization.schedule import CLOSING_STEPS
 from isobatch.engine.train.hooks import Hook, Signal, name_of, saved_of
@@ -154,3 +157,16 @@ class Checkpoint(Hook):
 def installed_versions() -> dict[str, str]:
     """Versions of the libraries that shape what a run learns and exports."""
     return {name: importlib.metadata.version(name) for name in VERSIONED}
+
+
+def environment(machine: str) -> dict[str, Any]:
+    """What trains a run: versions, a clone's commit (`-dirty`: its files are others), and the machine."""
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    packages = {str(one.name): one.version for one in importlib.metadata.distributions()}
+    return {
+        **{name: packages.get(name) for name in ("isobatch", *VERSIONED)},
+        "commit": (run_command(git) or "").strip() if (ROOT / ".git").exists() else "",
+        "python": platform.python_version(),
+        "machine": machine,
+        "packages": dict(sorted(packages.items())),
+    }

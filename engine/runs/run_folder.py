@@ -201,6 +201,10 @@ class RunFolder:
         """The content of summary.json; None where there is none yet."""
         return self._record("summary.json")
 
+    def environment(self) -> dict[str, Any]:
+        """The content of environment.json: what trained its last leg; empty where nothing says so."""
+        return self._record("environment.json") or {}
+
     def exported_weights(self) -> dict[str, str]:
         """The checkpoint that final/ was made of, as a recipe's `starts_from`. Raises UserError."""
         rows = newest_rows(self.metrics)

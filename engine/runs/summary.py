@@ -59,6 +59,16 @@ def metrics_fields(held_out: dict[str, dict[str, float]]) -> dict[str, Any]:
     return {"split": split, "metrics": held_out[split] if split else {}, "metrics_by_split": held_out}
 
 
+def changed_fields(said: Mapping[str, Any], logged: Mapping[str, Any]) -> list[str]:
+    """Names of the fields that differ, within another as `metrics.loss`."""
+    pairs = {name: (said.get(name), logged.get(name)) for name in sorted({*said, *logged})}
+    changed = []
+    for name, (one, other) in pairs.items():
+        inside = changed_fields(one, other) if isinstance(one, dict) and isinstance(other, dict) else []
+        changed += [f"{name}.{field}" for field in inside] or ([name] if one != other else [])
+    return changed
+
+
 def before_training(row: Mapping[str, Any]) -> dict[str, Any]:
     """The metrics of the first row of metrics.jsonl, if it is an evaluation before training; else {}."""
     is_one = row.get("split") is not None and row.get("step") == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
+from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.measures import format_duration
 from isobatch.core.plan import REHEARSED_STEPS
@@ -21,7 +25,7 @@ from isobatch.engine.checkpointing.remote_copy import RemoteCopies
 from isobatch.engine.distributed.communicator import Communicator
 from isobatch.engine.distributed.liveness import Watchdog
 from isobatch.engine.distributed.stop_signals import StopFlag
-from isobatch.engine.hooks.checkpoint import Checkpoint
+from isobatch.engine.hooks.checkpoint import Checkpoint, environment
 from isobatch.engine.hooks.data_guard import DataGuard
 from isobatch.engine.hooks.ema import Ema
 from isobatch.engine.hooks.evaluate import Evaluate
@@ -109,11 +113,16 @@ def train_run(run: RunOnRank) -> Training:
     Raises StopRequestedError where a stop was asked for, with a checkpoint and a summary written.
     """
     folder, world = run.folder, run.world
+    if world.is_main:  # now: a child of a process that has grown may count as large as that
+        name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else platform.machine()
+        atomic_files.write_json(folder.folder / "environment.json", environment(name))
     # Of one rank: the file may be a shared one, which another node sees a moment later.
     left_out = world.broadcast_object(left_out_steps(folder) if world.is_main else {})
     record = folder.write_plan if world.is_main else lambda _: None
     builder = Builder(folder.recipe, folder.facts, folder.plan, world, run.say, record, left_out)
-    state, copies = builder.state, _remote_copies(run)
+    state, copies, say = builder.state, None, partial(run.console.say, always=True)
+    if world.is_main and (url := run.options.checkpoint_copy):
+        copies = RemoteCopies(url, folder.folder, folder.identity, say)
     if world.is_main:  # only there: for its size a task may have to build its model on the meta device
         for line in (_headline(state, builder), *state.facts.notes):
             run.say(line)
@@ -187,13 +196,6 @@ def _continue(run: RunOnRank, builder: Builder, hooks: Hooks, saved: checkpoint.
     if run.world.is_main:
         run.log.log_checkpoint(progress, saved.folder)
     run.say(f"resumed from {saved.folder.name}: {progress.samples:,} samples seen")
-
-
-def _remote_copies(run: RunOnRank) -> RemoteCopies | None:
-    if (url := run.options.checkpoint_copy) is None or not run.world.is_main:
-        return None
-    folder, say = run.folder, partial(run.console.say, always=True)
-    return RemoteCopies(url, folder.folder, folder.identity, say)
 
 
 def _try_monitor(state: Training) -> None:

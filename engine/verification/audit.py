@@ -18,7 +18,7 @@ from isobatch.engine.hooks.data_guard import DATA_WRITTEN
 from isobatch.engine.optimization.left_out import left_out_steps, until
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.ledger import read_ledger
-from isobatch.engine.runs.summary import before_training
+from isobatch.engine.runs.summary import before_training, changed_fields
 from isobatch.engine.task_files import task_file_problem
 from isobatch.engine.verification.log_audit import LogRecord, WrongRecordError, check
 from isobatch.engine.verification.run_order import RunOrder
@@ -161,7 +161,7 @@ def _check_summary(
 ) -> None:
     """Compare summary.json and plan.json with the log of a finished run."""
     logged, splits = last["summary"], summary["metrics_by_split"]
-    differing = ", ".join(sorted(k for k in {*logged, *summary} if logged.get(k) != summary.get(k)))
+    differing = ", ".join(changed_fields(summary, logged))
     check(not differing, f"summary.json: {differing} differs from what was logged")
     is_same = splits.keys() == {row["split"] for row in log.ending}
     check(is_same, "summary.json: its splits are not those that were measured at the end")

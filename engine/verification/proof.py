@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from isobatch.engine.verification.log_audit import LogRecord
@@ -36,6 +37,12 @@ def is_time(metric: str) -> bool:
 def within(difference: float) -> str:
     """How two figures that should be the same are so."""
     return f"equal within {difference:.0e}" if difference else "equal bit for bit"
+
+
+def stretches(steps: Iterable[int]) -> str:
+    """Numbers of steps as ranges: `1-6 and 130-140`."""
+    ends = [(a, b) for a, b in pairwise([-1, *sorted(steps), 0]) if b != a + 1]
+    return " and ".join(f"{first}-{last}" for (_, first), (last, _) in pairwise(ends))
 
 
 @dataclass(slots=True)
@@ -83,8 +90,11 @@ class Proof:
         """What was checked, in a sentence's part."""
         total, redone = self.log.steps if self.log else 0, len(self.redone)
         left_out = sum(map(len, self.log.left_out.values())) if self.log else 0
+        phases = dict.fromkeys(phase for phase, _ in sorted(self.redone) if redone < total - left_out)
+        parts = [f"{name} {stretches(n for one, n in self.redone if one == name)}" for name in phases]
+        where = f" ({', '.join(parts)})" if parts else ""
         said = [
-            f"{redone} of {total - left_out} steps redone {within(self.largest)}" if redone else "",
+            f"{redone} of {total - left_out} steps redone{where} {within(self.largest)}" if redone else "",
             f"{left_out} left out as decided" if left_out else "",
             f"samples of all {total} checked" if total else "",
             "" if redone else "no step redone" if total or not self.log else NO_STEPS,

@@ -16,9 +16,11 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, FAILED, STOPPED, UserError
 from isobatch.core.measures import format_bytes, printable, wait_for
 from isobatch.core.number_ranges import Positive
-from isobatch.core.terminal import doing, format_metrics, print_answer
+from isobatch.core.terminal import doing, format_metrics, print_answer, rendered
 from isobatch.engine import consent
+from isobatch.engine.runs.log_reader import newest_rows
 from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.engine.runs.summary import changed_fields
 from isobatch.launch.clusters.cluster import cluster
 from isobatch.launch.commands.describe import ListingOptions
 from isobatch.launch.control.runs import RunView, look, metrics_of
@@ -76,8 +78,6 @@ def _wait_for_end(run: RunFolder) -> RunView:
 
 READ_SECONDS, FOLLOW_SECONDS = 0.5, 3.0
 """How often -f reads the log, and how often it asks how the run stands."""
-EXIT_CODES = {"done": DONE, "failed": FAILED}
-"""Of -f, by the state in which the run ended; STOPPED in any other."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,7 +146,7 @@ def _follow(run: RunFolder, log: LogReader) -> int:
             print(f"{run.folder}: job {seen.job.job} is {said}", file=sys.stderr)
         # Two looks: between two legs, or two attempts, nobody may hold the run for a moment.
         if seen.state == "done" or (ended and seen.is_over):
-            return EXIT_CODES.get(seen.state, STOPPED)
+            return {"done": DONE, "failed": FAILED}.get(seen.state, STOPPED)
         ended = seen.is_over
         until = time.monotonic() + FOLLOW_SECONDS
         while time.monotonic() < until:
@@ -191,7 +191,11 @@ def inspect(words: Sequence[str]) -> int:
     """
     run, options = open_single_run(words, "inspect", ListingOptions, runs_code=False)
     found = describe_run(run)
-    return print_answer(found, _format(found), options.json)
+    values = {**found["recipe"], **found["recipe"]["options"], "options": None}
+    true = {n: v for n, v in found["metrics"].items() if f"metrics.{n}" not in found["changed"]}
+    template, shown = Path(__file__).with_name("inspect.jinja"), format_metrics(true, ".4g")
+    text = rendered(template, **found, values=values, shown=shown, short=_short)
+    return print_answer(found, text, options.json)
 
 
 def describe_run(run: RunFolder) -> dict[str, Any]:
@@ -201,37 +205,23 @@ def describe_run(run: RunFolder) -> dict[str, Any]:
     code = consent.code_of(recipe, run.folder) | consent.hook_code(options)
     asked = consent.asks(recipe, run.folder, options)
     unknown = asked.pop(consent.CODE, ())
+    last = next((row for row in reversed(newest_rows(run.metrics)) if row.keys() >= {"final", "summary"}), {})
+    logged, files = ({**part} if isinstance(part := last.get(n), dict) else {} for n in ("summary", "final"))
+    there = {str(path.relative_to(run.final)) for path in run.final.rglob("*") if path.is_file()}
     return {
         **{"folder": str(run.folder), "task": recipe.task, "status": run.status()},
         **{"hash": recipe.hash(), "recorded_hash": run.recorded_hash, "recipe": recipe.to_dict()},
         **{"steps": summary.get("steps"), "reason": str(summary.get("reason") or "")},
         "split": str(summary.get("split") or "no split"),
         "metrics": metrics_of(summary),
+        "changed": changed_fields(summary, logged) if logged else [],
+        "added": sorted(there - files.keys()) if last else [],
         "code": [{"file": f, "sha256": code[f], "agreed": f not in unknown} for f in code],
         "reads": {**dict(consent.places(recipe)), "prepared data": run.facts.folder}
         | ({"base of final/": base} if base else {}),
         "sends": options.sends(),
         "asks": [one for named in asked.values() for one in named],
     }
-
-
-def _format(found: dict[str, Any]) -> str:
-    values = {**found["recipe"], **found["recipe"]["options"], "options": None}
-    shown = format_metrics(found["metrics"], ".4g")
-    lines = [
-        f"{found['folder']}: {found['task']}, {found['status']}, {found['steps'] or 'no'} steps",
-        f"recipe {found['hash']} (its file says {found['recorded_hash']})",
-        *(f"  {name}: {_short(value)}" for name, value in values.items() if value is not None),
-        *([f"reason: {found['reason']}"] if found["reason"] else []),
-        *([f"metrics of {found['split']}, as its file says: {shown}"] if shown else []),
-        *(f"reads {name}: {_short(value)}" for name, value in found["reads"].items()),
-        *(f"sends {target}" for target in found["sends"]),
-        *(f"only with --trust: {_short(one)}" for one in found["asks"]),
-    ]
-    for code in found["code"]:
-        agreed = "agreed to by this user" if code["agreed"] else "only with --trust"
-        lines.append(f"executes {code['file']} (SHA-256 {code['sha256'][:16]}): {agreed}")
-    return "\n".join([*lines, *([] if found["code"] else ["executes no code of its own"])])
 
 
 def _short(value: Any) -> str:

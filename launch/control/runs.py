@@ -5,6 +5,7 @@ far they are; and some side by side.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,17 +15,15 @@ from typing import Any
 from isobatch.core.errors import UserError
 from isobatch.core.flags import value_text
 from isobatch.core.measures import format_duration
-from isobatch.core.recipe import Recipe
 from isobatch.core.terminal import print_answer, print_lines, table
 from isobatch.engine.optimization.schedule import schedules_of
 from isobatch.engine.planning.cost_model import steps_per_epoch
-from isobatch.engine.registry import TASKS, workload_of
+from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.log_reader import newest_rows
 from isobatch.engine.runs.run_folder import RunFolder, list_runs
 from isobatch.launch.clusters.cluster import JobState, job_states
 from isobatch.launch.commands.describe import ListingOptions
 from isobatch.launch.local.arguments import read_command
-from isobatch.models.capabilities import MonitorsByData
 
 NO_JOB = JobState(stage="over", cluster="local")
 
@@ -69,7 +68,9 @@ def view(run: RunFolder, job: JobState | None) -> RunView:
     lengths, summary = _phase_lengths(run), run.summary() or {}
     saved = (file.parent.name.rpartition("-") for file in run.checkpoints.glob("[!.]*-*/index.json"))
     placed = [{"phase": p, "step": int(step)} for p, _, step in saved if step.isdecimal()] + rows[-1:]
-    step = max((_steps_until(row, lengths) for row in placed), default=summary.get("steps"))
+    starts = dict(zip(lengths, itertools.accumulate(lengths.values(), initial=0), strict=False))
+    reached = (int(row["step"]) + starts.get(row.get("phase"), 0) for row in placed)
+    step = max(reached, default=summary.get("steps"))
     state, said = "unfinished", summary.get("status")
     if said == "done":
         state, step = "done", summary.get("steps")
@@ -78,19 +79,13 @@ def view(run: RunFolder, job: JobState | None) -> RunView:
     # A later leg may have trained on, and left no summary.
     elif said == "failed" or (said == "stopped" and (step or 0) <= (summary.get("steps") or 0)):
         state = said
-    total = sum(lengths.values()) or round(sum(run.recipe.steps or [])) or None
+    planned = summary.get("planned_steps")
+    total = sum(lengths.values()) or round(sum(run.recipe.steps or [])) or planned
     paces = [row["step_seconds"] for row in rows if isinstance(row.get("step_seconds"), float | int)]
     left = None
     if state == "running" and step is not None and total is not None and paces:
         left = round(max(0, total - step) * sum(paces) / len(paces), 1)
     return RunView(run=run, state=state, step=step, total=total, seconds_left=left, job=job or NO_JOB)
-
-
-def _steps_until(row: dict[str, Any], lengths: dict[str, int]) -> int:
-    """Optimizer steps up to a logged row; phases before its own count in full."""
-    names = list(lengths)
-    before = names[: names.index(row["phase"])] if row.get("phase") in lengths else []
-    return int(row["step"]) + sum(lengths[name] for name in before)
 
 
 def _phase_lengths(run: RunFolder) -> dict[str, int]:
@@ -142,7 +137,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     made = time.strftime(form, time.localtime(row["made"]))
     name, value = row["metric"], row["metrics"].get(row["metric"])
     result = f"{row['split'] or ''} {name} {value:.4g}".lstrip() if isinstance(value, float | int) else ""
-    return row["folder"], made, row["task"], row["state"], steps, result
+    return row["folder"], made, row["task"].rpartition("/")[2], row["state"], steps, result
 
 
 def _remark(seen: RunView, reason: str) -> str:
@@ -168,7 +163,7 @@ def _row(seen: RunView) -> dict[str, Any]:
         "seconds_left": seen.seconds_left,
         "made": (run.folder / "recipe.json").stat().st_mtime,
         "recipe": run.recipe.to_compare(),
-        "metric": main_metric(run.recipe, summary),
+        "metric": str(summary.get("monitor", "loss")),
         "split": summary.get("split"),
         "metrics": metrics_of(summary),
         "job": job.job,
@@ -176,16 +171,6 @@ def _row(seen: RunView) -> dict[str, Any]:
         "job_reason": job.reason,
         "leg": job.restarts + 1 if job.state else None,
     }
-
-
-def main_metric(recipe: Recipe, summary: Mapping[str, Any]) -> str:
-    """The metric that a task is judged by. The code of a user's own is not run: its summary says it."""
-    if recipe.task in TASKS:
-        with contextlib.suppress(UserError):  # code that came with the run, or values of another version
-            task, _ = workload_of(recipe).make(recipe)
-            if not (isinstance(task, MonitorsByData) and "monitor" in summary):
-                return task.monitor[0]
-    return str(summary.get("monitor", "loss"))
 
 
 PLAN = (

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, FAILED, IsobatchError, UserError
 from isobatch.core.plan import INVARIANCES, Plan
 from isobatch.core.terminal import doing, print_answer, table
@@ -83,7 +82,7 @@ def diff_runs(one: RunFolder, other: RunFolder, level: str = "module") -> dict[s
     if empty := [run for run, log in zip(runs, logs, strict=True) if not log]:
         raise UserError(f"{empty[0].folder}: no step is logged, so there is nothing to compare")
     parted = compare_runs.compare_logs(logs[0], logs[1], *_explained(runs))
-    versions = [_versions(run) for run in runs]
+    versions = [{k: v for k, v in run.environment().items() if k != "packages"} for run in runs]
     found: dict[str, Any] = {
         "runs": [str(run.folder) for run in runs],
         "recipe": differing([run.recipe.to_compare() for run in runs]),
@@ -114,13 +113,6 @@ def _explained(runs: tuple[RunFolder, RunFolder]) -> tuple[LossAndNorm, LossAndN
     tighter = min((run.plan.invariance for run in runs), key=INVARIANCES.index)
     floor = {"exact": EXACT_FLOOR, "rounding": max(rounding_tolerance(run.plan.rounding) for run in runs)}
     return floor.get(tighter, TOLERANCE[tighter]), TOLERANCE[tighter]
-
-
-def _versions(run: RunFolder) -> dict[str, Any]:
-    """Library -> version, as the newest checkpoint has it; empty where none is kept."""
-    states = [path / "state.json" for path in run.checkpoints.glob("*-*")]
-    kept = sorted((path for path in states if path.is_file()), key=lambda path: path.stat().st_mtime)
-    return atomic_files.read_json(kept[-1]).get("versions") or {} if kept else {}
 
 
 def parted_samples(runs: Runs, parted: LogDifference) -> dict[str, Any]:

@@ -349,7 +349,9 @@ def refuse_wrong(found: Translation, known: Mapping[str, Flag | None], where: st
             if flag := known.get(name):
                 [convert(flag, value) for value in flag_words.values_of(flag, text)]
         except UserError as error:
-            said.append(str(error))
+            ends = re.search(r"(?:uniform|interval|range)\W+([\d.e+-]+)\W+([\d.e+-]+)", text)
+            way = f"; a range is {spelling(name)} {ends[1]}..{ends[2]} --trials 8" if ends else ""
+            said.append(f"{error}{way}")
         if name not in known:
             near = nearest(name, valid) if len(name) > 1 else ""
             way = f"did you mean {spelling(near)}?" if near else "`describe` lists flags"

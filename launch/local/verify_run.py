@@ -8,13 +8,14 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from isobatch.core.errors import DONE, FAILED, TrainingError
 from isobatch.core.number_ranges import Positive
 from isobatch.core.plan import INVARIANCES, Plan, StrategyChoice
 from isobatch.core.recipe import HOOK_CODE
-from isobatch.core.terminal import doing, print_answer
+from isobatch.core.terminal import doing, print_answer, rendered
 from isobatch.engine import consent
 from isobatch.engine.machine.detect import detect
 from isobatch.engine.planning.choices import choose_invariance
@@ -65,27 +66,9 @@ def verify(words: Sequence[str]) -> int:
     if not recipe_problems(run):  # else nothing of it is executed
         consent.require(run.recipe, run.folder, options.trust)
     report = verify_run(run, options)
-    print_answer(report, _format_report(report, run), options.json)
+    template, claimed = Path(__file__).with_name("verify.jinja"), run.plan.invariance if run.has_plan else ""
+    print_answer(report, rendered(template, **report, claimed=claimed), options.json)
     return DONE if report["verified"] else FAILED
-
-
-def _format_report(report: dict[str, Any], run: RunFolder) -> str:
-    lines = [
-        f"  {r['phase']} {r['step']:>6} from {r['start']}: loss {r['loss']:.6f}, logged"
-        f" {r['logged_loss']:.6f}, difference {r['loss_difference']:.1e}; gradient norm"
-        f" {r['norm_difference']:.1e}"
-        for r in report["steps"]
-    ]
-    if lines:
-        cut = f"{report['world_size']} process(es), micro-batches of {report['micro_batch_samples']}"
-        lines.insert(0, f"redone on {cut}:")
-    lines += [f"  {problem}" for problem in (*report["problems"], *report["unproven"])]
-    verdict = "NOT what its recipe says" if report["problems"] else "not proven"
-    if report["verified"]:
-        verdict = f"verified ({run.plan.invariance})" if run.has_plan else "verified"
-        verdict = "the records agree" if report["level"] == "records" else verdict
-        verdict += f"; taken on trust: {'; '.join(report['trusted'])}" if report["trusted"] else ""
-    return "\n".join([*lines, f"checked: {report['coverage']}", f"{report['run']}: {verdict}"])
 
 
 def verify_run(run: RunFolder, options: VerifyOptions, owns_process: bool = True) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.number_ranges import Positive
+from isobatch.core.terminal import rendered
 from isobatch.engine.machine.detect import allowed_cpus
 from isobatch.engine.runs.peak_memory import peak_bytes
 from isobatch.launch.local.run_setup import AnswerOptions
@@ -125,19 +126,6 @@ def worth_a_trial(found: Findings, plan: Mapping[str, Any]) -> list[dict[str, An
 
 def profile_lines(found: Findings) -> list[str]:
     """The findings for a person."""
-    step, parts, trials = found["step_seconds"], found["parts"], found["advice"]
-    rows = [*sorted(parts.items(), key=lambda item: -item[1]), ("sum", sum(parts.values()))]
-    computes = "the cores compute" if found["device"] == "cpu" else "the GPU computes"
-    return [
-        f"{found['task']}, phase {found['phase']}, on {found['plan']['processes']} x {found['device']}",
-        "",
-        f"a step takes {step * 1e3:.1f} ms (mean of {found['steps']}), of which",
-        *(f"  {name:<14}{took * 1e3:>9.1f} ms {took / step:>6.1%}" for name, took in rows if took),
-        "",
-        f"{computes} {found['device_use']:.0%} of the time (target: above {DEVICE_USE:.0%})",
-        f"memory is {found['memory_share']:.0%} full (target: below {MEMORY:.0%})",
-        "",
-        "worth a trial (`tune` measures what it brings):" if trials else "nothing is amiss",
-        *(f"  {', '.join([row['measure'], *row['flags']])} ({row['text']})" for row in trials),
-        *(f"{what}: {file}" for what, file in found["files"].items()),
-    ]
+    rows = sorted(found["parts"].items(), key=lambda item: -item[1])
+    template, targets = Path(__file__).with_name("profile.jinja"), {"use": DEVICE_USE, "memory": MEMORY}
+    return rendered(template, **found, rows=rows, targets=targets).splitlines()

@@ -35,7 +35,7 @@ def predict_own_rows(run: RunFolder, file: str | None, split: str | None) -> Ite
         source, rows = _read_rows(run, Path(file).expanduser())
         table = [row for _, row in tables.read_table(file)] if tables.is_table(file) else []
         if len(table) == len(rows):
-            rows = [tables.beside(*both) for both in zip(table, rows, strict=True)]
+            rows = [{**row, **read, **row} for row, read in zip(table, rows, strict=True)]  # a column once
         if not len(source):
             raise UserError(f"--file {file}: the task's read_rows found no sample in it")
     model = OwnModel(run)

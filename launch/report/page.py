@@ -16,13 +16,13 @@ from isobatch.core.errors import UserError
 from isobatch.core.extras import need
 from isobatch.core.measures import printable
 from isobatch.core.package import call_in_child
-from isobatch.core.terminal import doing, on_screen, print_answer, table
+from isobatch.core.terminal import doing, on_screen, print_answer, rendered, table
 from isobatch.engine.machine.detect import detect
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.local.arguments import read_command
 from isobatch.launch.local.run_setup import AnswerOptions, held_out, open_run
 from isobatch.launch.report import records, sweeps
-from isobatch.launch.report.tables import baselines_tables, rendered, runs_table
+from isobatch.launch.report.tables import baselines_tables, in_markdown, runs_table
 from isobatch.models.encoder import report as comparison
 from isobatch.models.protocols import Drawing, ReportRow
 
@@ -47,8 +47,8 @@ def report(words: Sequence[str]) -> int:
     if not positional:
         raise UserError("report: give the folders of one or more runs, the baseline first")
     folders = [Path(place).expanduser() for place in positional]
-    searches = [one for one in folders if (one / sweeps.FILE_NAME).is_file()]
-    found = {one: atomic_files.read_json(one / sweeps.FILE_NAME) for one in searches}
+    files = {one: one / sweeps.FILE_NAME for one in folders}
+    found = {one: atomic_files.read_json(file) for one, file in files.items() if file.is_file()}
     named = ([one] if one not in found else sweeps.places_of(found[one]["best"], one) for one in folders)
     places = itertools.chain.from_iterable(named)
     runs = [open_run(place, True) if options.trust else RunFolder.open(place) for place in places]
@@ -75,7 +75,8 @@ def write_report(runs: Sequence[RunFolder], folder: Path, above: Sequence[PagePa
     doing("drawing the report")
     atomic_files.write_json(folder / "report.json", contents.to_dict())
     for ending in ("md", "html"):
-        page = rendered(f"page.{ending}.jinja", parts=parts_of(contents), svg=_svg)
+        template = Path(__file__).with_name(f"page.{ending}.jinja")
+        page = rendered(template, parts=parts_of(contents), svg=_svg, md=in_markdown)
         atomic_files.write_text(folder / f"report.{ending}", page)
     return contents
 
@@ -167,8 +168,6 @@ def summary_parts(contents: Contents) -> Iterator[PagePart]:
     if models:
         yield PagePart("table", rows=[comparison.columns(models), *map(comparison.cells, models)])
         yield PagePart("note", comparison.caption(models[0], contents.machine))
-    else:
-        yield PagePart("note", f"The training ran on {contents.machine}.")
     yield PagePart("table", rows=runs_table(unmeasured))
 
 
@@ -200,6 +199,9 @@ def parts_of(contents: Contents) -> Iterator[PagePart]:
             yield PagePart("table", rows=[["", "measured", "beside", "is"], *run["use"]])
         else:
             yield PagePart("note", "No step is logged yet.")
+        made = run["environment"].items()
+        said = ", ".join(f"{name} {value}" for name, value in made if value and name != "packages")
+        yield PagePart("note", f"trained with {said}" if said else "")
 
 
 def _svg(drawing: Drawing) -> str:

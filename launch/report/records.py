@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -43,15 +44,7 @@ GPU_USE, MEMORY, DATA_WAIT = 90.0, 80.0, 10.0
 VALID = "valid"
 SHOWN_ANSWERS, SHOWN_CHARACTERS = 10, 600
 """Prompts whose answers are shown, and how much of each text."""
-MEANS = {
-    "power_watts": ("power", "{:.0f} W"),
-    "gpu_temperature": ("GPU temperature", "{:.0f} °C"),
-    "mfu": ("model FLOP utilisation", "{:.1%}"),
-    "padding": ("padding", "{:.1%}"),
-    "samples_per_second": ("samples a second", "{:,.1f}"),
-    "tokens_per_second": ("tokens a second", "{:,.0f}"),
-    "step_seconds": ("seconds a step", "{:.4g}"),
-}
+MEANS: dict[str, list[str]] = tomllib.loads(Path(__file__).with_name("means.toml").read_text("utf-8"))
 """Figures without a target: their field, what they are called, and how they are written."""
 CURVES = (*MEANS, "data_seconds", "memory_bytes", "gpu_utilisation")
 """Fields of metrics.jsonl that say how the machine was used."""
@@ -99,6 +92,7 @@ def read_records(run: RunFolder, task: Task | None) -> dict[str, Any]:
         "task": printable(_readable(lambda: run.recipe.task, notes) or ""),
         "state": printable(f"{status}: {reason}" if reason else status),
         **{name: summary.get(name) for name in SUMMARY_FIELDS},
+        "environment": _readable(run.environment, notes) or {},
         "training": _curve(steps, shown),
         "evaluations": _curve([held_out[at] for at in sorted(held_out)], shown),
         "curves": curves,

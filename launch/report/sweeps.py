@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from isobatch.core import atomic_files
+from isobatch.core.terminal import rendered
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 from isobatch.launch.report.records import placed_rows
-from isobatch.launch.report.tables import rendered
+from isobatch.launch.report.tables import format_value, in_markdown
 from isobatch.models.protocols import Drawing
 
 FILE_NAME = "sweep.json"
@@ -41,70 +42,39 @@ def curve(run: RunFolder | None, name: str = "step") -> list[tuple[int, float]]:
     return [(row["at"], math.nan if row.get(name) is None else row[name]) for row in known]
 
 
-def rows_of(found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A row a setting: what was searched, then mean and deviation over n seeds; of one that --halving stopped
-    where it was compared last.
-    """
-    metric, best, alone = found["metric"], (found["best"] or {}).get("values"), len(found["rows"]) == 1
-    return [
-        {
-            "best": "*" if row["values"] == best and not alone else "",
-            **{name: row["values"][name] for name in searched(found)},
-            f"{VALID} {metric}": row["metrics"].get(metric),
-            "deviation": row["deviations"].get(metric),
-            "n": len(row["runs"]) - row["failed"],
-            "failed": row["failed"],
-            "stopped at step": row.get("stopped"),
-            "run": Path(row["runs"][0]).name,
-        }
-        for row in found["rows"]
-    ]
-
-
 def cells_of(found: Mapping[str, Any]) -> list[list[str]]:
-    """The rows for a person, a figure in one cell, below their head."""
-    cells = [["best", *searched(found), f"{VALID} {found['metric']}", "n", "run"]]
-    for row in rows_of(found):
-        best, *values, mean, deviation, n, failed, stopped, run = row.values()
-        said = [_figure(mean, deviation), stopped and f"at step {stopped}", failed and f"({failed} failed)"]
-        cells.append([best, *map(str, values), " ".join(filter(None, said)), str(n), run])
-    return cells
+    """A row a setting below their head: what was searched, then mean and deviation over n seeds, of one that
+    --halving stopped where it was compared last; without columns that say nothing.
+    """
+    metric, rows, names = found["metric"], found["rows"], searched(found)
+    figures = (f"{VALID} {metric}", "deviation", "n", "failed", "stopped at step")
+    lines = [["best", *names, *figures, "run"]]
+    for row in rows:
+        is_best = rows[1:] and found["best"] and row["values"] == found["best"]["values"]
+        values = [row["values"][name] for name in names]
+        values += [row[part].get(metric, "") for part in ("metrics", "deviations")]
+        values += [len(row["runs"]) - row["failed"], row["failed"] or "", row.get("stopped", "")]
+        lines.append(["*" if is_best else "", *map(format_value, values), Path(row["runs"][0]).name])
+    columns = [column for column in zip(*lines, strict=True) if any(column[1:])]
+    return list(map(list, zip(*columns, strict=True)))
 
 
-def _figure(mean: float | None, deviation: float | None) -> str:
-    text = "" if mean is None else f"{mean:.4g}"
-    return text if deviation is None else f"{text} +- {deviation:.2g}"
-
-
-def legend(found: Mapping[str, Any]) -> Iterator[str]:
+def legend(found: Mapping[str, Any]) -> list[str]:
     """What the table's figures are, that of the best on the test split, and where to search on."""
-    best, metric, rows = found["best"], found["metric"], found["rows"]
-    if best is None:
-        yield f"best: none, as no run has a {metric} of the {VALID} split to choose by"
-    elif rows[1:]:
-        yield f"best: by {VALID} {metric} ({'lower' if found['direction'] == 'min' else 'higher'} is better)"
-    if best and metric in (test := best.get(TEST, {"metrics": ()}))["metrics"]:
-        figure = _figure(test["metrics"][metric], test["deviations"].get(metric))
-        yield f"{TEST}{', of the best alone' if rows[1:] else ''}: {figure}"
-    if any("stopped" in row for row in rows):
-        saved = f"{found['steps_saved']:,} of {found['steps']:,} steps were saved"
-        yield f"at step N: stopped there, with this {metric}; {saved}"
-    elif "rungs" in found:
-        yield "no run was stopped: they evaluate at their end alone; --eval-every 5% lets --halving stop them"
-    if any(row["deviation"] is not None for row in rows_of(found)):
-        yield "+-: standard deviation of n seeds around their mean"
-    yield from found.get("edges", ())
+    test = (found["best"] or {}).get(TEST, {})
+    figures = [format_value(part[found["metric"]]) for part in test.values() if found["metric"] in part]
+    template = Path(__file__).with_name("sweep.txt.jinja")
+    return rendered(template, found=found, figures=figures, test=TEST, valid=VALID).splitlines()
 
 
 def write_tables(found: Mapping[str, Any], folder: Path) -> None:
-    """Write sweep.csv, all digits for a program; and sweep.md and sweep.tex, for a text."""
-    rows, cells = rows_of(found), [line[:-1] for line in cells_of(found)]
+    """Write the table as sweep.csv, and without the names of runs as sweep.md and sweep.tex."""
+    cells, notes = cells_of(found), legend(found)
     with (folder / "sweep.csv").open("w", newline="", encoding="utf-8") as stream:
-        writer = csv.DictWriter(stream, rows[0], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+        csv.writer(stream, lineterminator="\n").writerows(cells)
     for ending in ("md", "tex"):
-        text = rendered(f"sweep.{ending}.jinja", cells=cells, notes=list(legend(found)))
+        template = Path(__file__).with_name(f"sweep.{ending}.jinja")
+        text = rendered(template, cells=[line[:-1] for line in cells], notes=notes, md=in_markdown)
         atomic_files.write_text(folder / f"sweep.{ending}", f"{text}\n")
 
 
@@ -118,9 +88,9 @@ def drawing(found: Mapping[str, Any], folder: Path) -> Drawing:
     def draw(over_steps: Any, *over_flags: Any) -> None:
         from matplotlib.ticker import LogLocator
 
-        for row, figures in zip(rows, rows_of(found), strict=True):
-            mean, deviation = figures[f"{VALID} {metric}"], figures["deviation"]
-            kind = 0 if figures["stopped at step"] or mean is None else 1 + (row["values"] == best)
+        for row in rows:
+            mean, deviation = row["metrics"].get(metric), row["deviations"].get(metric)
+            kind = 0 if "stopped" in row or mean is None else 1 + (row["values"] == best)
             look = dict(zip(("color", "marker", "label"), LOOKS[kind], strict=True), lw=1, zorder=2 + kind)
             curves = [dict(curve(RunFolder(place), metric)) for place in places_of(row, folder)]
             if curves := [one for one in curves if one]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from isobatch.core.measures import format_bytes, printable
+from isobatch.core.measures import format_bytes
 from isobatch.engine.registry import TASKS, workload
 
 BEFORE = ("loss", "exact_match", "valid_tool_calls", "accuracy", "reward_accuracy")
@@ -44,22 +43,7 @@ def in_words(name: str) -> str:
     return name.replace("_", " ")
 
 
-TEX = {ord(sign): f"\\{sign}" for sign in "&%$#_{}"} | {ord("\\"): r"\textbackslash{}"}
-TEX |= {ord("~"): r"\textasciitilde{}", ord("^"): r"\textasciicircum{}"}
-
-
-def rendered(template: str, **shown: Any) -> str:
-    """The text of a template here."""
-    from jinja2 import Environment, StrictUndefined
-
-    is_page = template.endswith(".html.jinja")
-    environment = Environment(autoescape=is_page, trim_blocks=not is_page, undefined=StrictUndefined)
-    environment.filters |= {"md": _in_markdown, "tex": lambda text: text.translate(TEX)}
-    source = Path(__file__).with_name(template).read_text(encoding="utf-8")
-    return printable(environment.from_string(source).render(**shown))
-
-
-def _in_markdown(text: str) -> str:
+def in_markdown(text: str) -> str:
     """Text that Markdown shows as it is: no table, link, code, emphasis or HTML begins in it."""
     return re.sub(r"([\\|`<\[*])", r"\\\1", " ".join(text.split()))
 

@@ -204,11 +204,9 @@ def _row(group: Sequence[Trained]) -> dict[str, Any]:
 
 def _figures(group: Sequence[Trained], split: str) -> dict[str, dict[str, float]]:
     """Means and standard deviations of the runs' numbers on a split."""
-    columns: dict[str, list[float]] = {}
-    for one in group:
-        for name, value in one.metrics.get(split, {}).items():
-            if isinstance(value, float | int):
-                columns.setdefault(name, []).append(value)
+    rows = [one.metrics.get(split, {}) for one in group]
+    names = dict.fromkeys(name for row in rows for name in row if isinstance(row[name], float | int))
+    columns = {name: [row[name] for row in rows if name in row] for name in names}
     return {
         "metrics": {name: statistics.fmean(found) for name, found in columns.items()},
         "deviations": {name: statistics.stdev(found) for name, found in columns.items() if len(found) > 1},
@@ -219,14 +217,12 @@ def edges(found: Mapping[str, Any], flags: Mapping[str, Flag]) -> Iterator[str]:
     """Of the best setting each number that is the least or the largest tried, with a range to go on with."""
     for name, value in found["best"]["values"].items() if found["best"] else ():
         tried = [row["values"][name] for row in found["rows"]]
-        if not all(type(one) in (int, float) for one in tried) or min(tried) < value < max(tried):
-            continue
-        factor = 10 if 0 < 10 * min(tried) <= max(tried) else 2
-        word, ends = "smallest", (type(value)(value / factor), value)
-        if value == max(tried):
-            word, ends = "largest", (value, value * factor)
-        with suppress(UserError):  # where the flag takes no such value
-            between = "..".join(f"{convert(flags[name], end):g}" for end in ends)
-            if ends[0] < ends[1] and len(set(tried)) > 1:
+        if all(type(one) in (int, float) for one in tried) and min(tried) < max(tried) and value > 0:
+            factor = 10 if 0 < 10 * min(tried) <= max(tried) else 2
+            beyond = {min(tried): ("smallest", type(value)(value / factor), value)}
+            beyond[max(tried)] = ("largest", value, value * factor)
+            word, *ends = beyond.get(value, ("",))
+            with suppress(UserError):  # where the flag takes no such value
+                between = "..".join(f"{convert(flags[name], end):g}" for end in ends)
                 way = f"go on with {spelling(name)} {between} --trials 4"
-                yield f"{name} {value:g} is the {word} tried: {way}"
+                yield from [f"{name} {value:g} is the {word} tried: {way}"] if word else []

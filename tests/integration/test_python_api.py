@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import json
+import platform
 import signal
 import subprocess
 import sys
@@ -89,6 +91,9 @@ def test_a_run_is_verified_and_a_changed_one_is_not(tmp_path: Path) -> None:
     assert sorted({s["step"] for s in found.steps}) == [1, 2, 3, 4]
     assert found.coverage.startswith("4 of 4 steps redone equal ")
     assert ", samples of all 4 checked, final weights reproduced " in found.coverage
+    made = json.loads((run.folder / "environment.json").read_text())
+    assert made["torch"] == made["packages"]["torch"] == importlib.metadata.version("torch")
+    assert made["python"] == platform.python_version()
     rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     next(row for row in rows if row.get("step") == 2)["loss"] -= 0.5
     (run.folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))

@@ -407,6 +407,23 @@ def test_inspect_says_what_a_run_is(home: Path, capfd: pytest.CaptureFixture[str
     assert not (home / "sent" / CANARY).exists()
 
 
+def test_inspect_names_what_was_changed_and_added_since(
+    home: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = of_task_file(home, home / "sent" / "mine.py")
+    said = json.loads((run / "summary.json").read_text())
+    logged = {**said, "metrics": {"loss": 3.0}}
+    atomic_files.append_row(run / "metrics.jsonl", {"final": {"model.bin": "0"}, "summary": logged})
+    (run / "final").mkdir(exist_ok=True)
+    for name in ("model.bin", "evil.py"):
+        (run / "final" / name).touch()
+    assert in_place(["inspect", str(run)]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert "summary.json is not what the log says: metrics.loss" in lines
+    assert "final/evil.py: the run did not write it" in lines
+    assert not any("model.bin" in line or line.startswith("metrics of") for line in lines)
+
+
 EVIL = "\x1b]0;owned\x07\x9b31m$\\frac$|<b>`x`[a](b)\u202e"
 
 

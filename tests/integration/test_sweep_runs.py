@@ -15,7 +15,7 @@ def test_each_list_makes_runs_and_a_table(tmp_path: Path) -> None:
     first = command(warm_command(*words), tmp_path)
     assert first.returncode == 0, first.stderr
     assert "run 4 of 4: lr 0.01 seed 1" in first.stderr
-    assert "+-" in first.stdout
+    assert "deviation" in first.stdout
     assert "best" in first.stdout
     folder = tmp_path / "runs" / "sweep-s"
     rows = json.loads((folder / "sweep.json").read_text())["rows"]
@@ -50,7 +50,7 @@ def test_a_halved_run_that_goes_on_ends_as_if_it_had_been_trained_at_once(tmp_pa
     shown = command(warm_command("report", "runs/sweep-s", "--json"), tmp_path)
     assert [run["run"] for run in json.loads(shown.stdout)["runs"]] == ["s-lr0.01"], shown.stderr
     page = (tmp_path / "runs" / "sweep-s" / "report" / "report.html").read_text()
-    assert "at step 10" in page
+    assert "stopped at step" in page
     assert page.count("<svg") == 2, "the sweep's, and that of the best setting's runs"
     resumed = command(warm_command("resume", str(tmp_path / "runs" / "s-lr0.0001"), "--json"), tmp_path)
     assert json.loads(resumed.stdout)["status"] == "done", "its stop is forgotten"

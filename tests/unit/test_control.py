@@ -31,7 +31,8 @@ def made(folder: Path, accuracy: float | None, data: str = "f", **changes: Any) 
     run.write_plan(plan(processes=1 if accuracy else 2))
     if accuracy is not None:
         metrics = {"loss": 0.5, "accuracy": accuracy, "accuracy_ci95": [0.1, 0.9]}
-        done = {"status": "done", "steps": 10, "split": "valid", "metrics": metrics}
+        done = {"status": "done", "steps": 10, "split": "valid", "monitor": "accuracy"}
+        done |= {"metrics": metrics}
         atomic_files.write_json(run.folder / "summary.json", done)
     return run
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
+import yaml
 
 from isobatch.tests.paths import ROOT
 
@@ -102,6 +103,14 @@ def test_every_place_names_the_same_version() -> None:
         name: re.findall(pattern, (ROOT / name).read_text(), re.M)[0] for name, pattern in places.items()
     }
     assert set(found.values()) == {wanted}
+
+
+def test_the_entry_to_cite_is_that_of_the_citation_file() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    entry = (ROOT / "docs" / "papers.md").read_text().partition("```bibtex")[2]
+    named = {name: value.strip("{}") for name, value in re.findall(r"(\w+) = \{(.*)\},", entry)}
+    wanted = {name: str(cited[name]) for name in ("title", "version", "license")}
+    assert named == {**wanted, "date": str(cited["date-released"]), "author": cited["authors"][0]["name"]}
 
 
 def test_the_sites_pages_of_tasks_hold_every_flag(monkeypatch: pytest.MonkeyPatch) -> None:

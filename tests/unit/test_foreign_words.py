@@ -37,6 +37,14 @@ def refusal(*words: str, task: str = "causal-lm") -> str:
     return str(refused.value)
 
 
+@pytest.mark.parametrize(
+    "text", ["loguniform:1e-4,1e-2", "log_uniform(1e-4, 1e-2)", "tag(log, interval(1e-4, 1e-2))"]
+)
+def test_a_range_of_other_tools_is_answered_with_ours(text: str) -> None:
+    assert "a range is --lr 1e-4..1e-2 --trials 8" in refusal("--lr", text)
+    assert "a range" not in refusal("--lr", "fast")
+
+
 NAMES = {"learning_rate": "0.5", "num_epochs": "3", "max_seq_length": "3", "output_dir": "x", "gpus": "3"}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from isobatch.core.plan import INVARIANCES
-from isobatch.engine.verification.proof import wrong_metrics
+from isobatch.engine.verification.proof import stretches, wrong_metrics
 from isobatch.engine.verification.tolerance import (
     FAR,
     FEW,
@@ -80,3 +80,8 @@ def test_a_row_that_rounding_counts_elsewhere_may_move_what_follows_from_counts(
     assert wrong(recall_macro=0.05) == ["recall_macro"]
     assert wrong(confusion=[[100, 0], [5, 0]]) == ["recall_macro", "confusion"]
     assert wrong(confusion="none", recall_macro=0.9) == ["confusion"]
+
+
+def test_steps_are_named_by_their_stretches() -> None:
+    assert stretches([139, 1, 2, 3, 138, 140, 7]) == "1-3 and 7-7 and 138-140"
+    assert stretches([]) == ""
