@@ -40,9 +40,10 @@ def within(difference: float) -> str:
 
 
 def stretches(steps: Iterable[int]) -> str:
-    """Numbers of steps as ranges: `1-6 and 130-140`."""
+    """Numbers of steps as ranges: `1-6 and 140`."""
     ends = [(a, b) for a, b in pairwise([-1, *sorted(steps), 0]) if b != a + 1]
-    return " and ".join(f"{first}-{last}" for (_, first), (last, _) in pairwise(ends))
+    found = [f"{first}-{last}" if first < last else f"{first}" for (_, first), (last, _) in pairwise(ends)]
+    return " and ".join(found)
 
 
 @dataclass(slots=True)

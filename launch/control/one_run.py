@@ -205,8 +205,8 @@ def describe_run(run: RunFolder) -> dict[str, Any]:
     code = consent.code_of(recipe, run.folder) | consent.hook_code(options)
     asked = consent.asks(recipe, run.folder, options)
     unknown = asked.pop(consent.CODE, ())
-    last = next((row for row in reversed(newest_rows(run.metrics)) if row.keys() >= {"final", "summary"}), {})
-    logged, files = ({**part} if isinstance(part := last.get(n), dict) else {} for n in ("summary", "final"))
+    end: dict[str, Any] = next((row for row in reversed(newest_rows(run.metrics)) if "final" in row), {})
+    logged, files = (part if isinstance(part := end.get(n), dict) else {} for n in ("summary", "final"))
     there = {str(path.relative_to(run.final)) for path in run.final.rglob("*") if path.is_file()}
     return {
         **{"folder": str(run.folder), "task": recipe.task, "status": run.status()},
@@ -215,7 +215,7 @@ def describe_run(run: RunFolder) -> dict[str, Any]:
         "split": str(summary.get("split") or "no split"),
         "metrics": metrics_of(summary),
         "changed": changed_fields(summary, logged) if logged else [],
-        "added": sorted(there - files.keys()) if last else [],
+        "added": sorted(there - files.keys()) if files else [],
         "code": [{"file": f, "sha256": code[f], "agreed": f not in unknown} for f in code],
         "reads": {**dict(consent.places(recipe)), "prepared data": run.facts.folder}
         | ({"base of final/": base} if base else {}),

@@ -83,5 +83,5 @@ def test_a_row_that_rounding_counts_elsewhere_may_move_what_follows_from_counts(
 
 
 def test_steps_are_named_by_their_stretches() -> None:
-    assert stretches([139, 1, 2, 3, 138, 140, 7]) == "1-3 and 7-7 and 138-140"
+    assert stretches([139, 1, 2, 3, 138, 140, 7]) == "1-3 and 7 and 138-140"
     assert stretches([]) == ""
