@@ -32,6 +32,10 @@ class UserError(IsobatchError, ValueError):
     exit_code = WRONG_INPUT
 
 
+class NotHereError(UserError):
+    """A model or data that is not on this machine, nor to be had from it; a plan can do without."""
+
+
 def refuse(wrong: Mapping[str, object]) -> None:
     """Raise UserError with the first message whose condition, its value, is true."""
     for message, is_wrong in wrong.items():

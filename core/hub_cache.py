@@ -14,7 +14,7 @@ import threading
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from isobatch.core.errors import UserError, first_line
+from isobatch.core.errors import NotHereError, first_line
 
 TIMEOUT_SECONDS = 1.5
 TRUE = ("1", "ON", "YES", "TRUE")
@@ -50,9 +50,9 @@ def is_reachable() -> bool:
 
 
 def require_hub(what: str) -> None:
-    """Raise UserError, which begins with `what` was asked for, where the hub cannot be reached."""
+    """Raise NotHereError, which begins with `what` was asked for, where the hub cannot be reached."""
     if not is_reachable():
-        raise UserError(
+        raise NotHereError(
             f"{what}: there is no such file or folder; as a hub id it is not in the cache {cache_home()}, and"
             " the hub cannot be reached: give a folder, go to where the run began if it names one from there,"
             " set HF_HOME to a cache that holds it, or run `prepare` on a machine with internet"

@@ -132,6 +132,10 @@ class Plan:
     """Whether the predictions rest on measurements of this kind of device."""
     stream_cache_bytes: int = 0
     """Most of the data from a store that a node keeps on its disk; 0 where the data is on this machine."""
+    least_memory_bytes: int = 0
+    """Least that training needs per process: one sample at a time, with activation checkpointing."""
+    usable_memory_bytes: int = 0
+    """What may be used of the training device's memory for each process."""
     memory_bound_bytes: int = 0
     """Most bytes per process: micro-batches as large as the budget allows, and the largest excess seen."""
     device_memory_bytes: int = 0

@@ -257,6 +257,10 @@ class Data(ABC):
             " it, or predict held-out ones with --split valid"
         )
 
+    def count_samples(self, length: int) -> int | None:  # noqa: ARG002
+        """Training samples of `length` tokens in --data, by its files alone; None where it has none."""
+        return None
+
     def prepare_test(self, folder: Path, facts: Facts) -> Mapping[str, Any]:  # noqa: ARG002  for kinds with names
         """Write the samples of --data as `folder`/test, with the tokens, labels and ids that a run of `facts`
         knows; for `evaluate --test`. Returns the sizes of the split as facts have them. Raises UserError.

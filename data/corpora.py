@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from isobatch.core import hub_cache
-from isobatch.core.errors import UserError
+from isobatch.core.errors import NotHereError, UserError
 from isobatch.core.extras import need
 from isobatch.data import readers
 
@@ -29,7 +29,7 @@ def require_dataset(name: str) -> None:
     reached.
     """
     if not hub_cache.is_id(name):
-        raise UserError(f"--data {name}: there is no such file or folder")
+        raise NotHereError(f"--data {name}: there is no such file or folder")
     cache = Path(os.environ.get("HF_DATASETS_CACHE", hub_cache.cache_home() / "datasets")).expanduser()
     is_prepared = (cache / name.replace("/", "___").lower()).is_dir()
     if not is_prepared and hub_cache.snapshot("datasets", name) is None:

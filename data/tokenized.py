@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 TOKENIZER_FILE = "tokenizer.json"
 DEFAULT_VOCABULARY_SIZE = 8192
+BYTES_PER_TOKEN = 4
+"""Of running text, where no tokenizer has read it."""
 ROLES = ("set", "learn")
 """Columns that a mixture's samples have, and those of its sets need not."""
 
@@ -132,6 +134,13 @@ class TokenizedData(Data):
         path = path_of(self.recipe.data)
         found = corpora.find_splits(path, self.recipe.format, self.options) if path else {}
         return found if self.known is None else {"train": found["train"], "valid": found["train"]}
+
+    def count_samples(self, length: int) -> int | None:
+        if (files := self._files().get("train")) is None:
+            return None
+        if files.is_stream:
+            return sum(file.stat().st_size for file in files.files) // (BYTES_PER_TOKEN * length) or 1
+        return readers.count_rows(files)
 
     def _check_tables(self, instead: str) -> dict[str, readers.SplitFiles]:
         """The files of each split, with columns; none of the demo and of hub data.

@@ -227,6 +227,8 @@ class ModelSize:
     """Whether a phase rounds activations or weights to levels."""
     remark: str = ""
     """What a plan should say of this model beside."""
+    smaller: Callable[[], Mapping[str, ModelSize]] = field(default=dict, compare=False)
+    """Flags that would train less of it -> its size with them."""
     why_unshardable: str = ""
     """Why every process must hold all of the model, if it must: as in `it changes the model's shape`."""
     why_whole_weights: str = ""

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 
 from isobatch.core import hub_cache
 from isobatch.core.atomic_files import read_json
-from isobatch.core.errors import IsobatchError, UserError, first_line
+from isobatch.core.errors import IsobatchError, NotHereError, UserError, first_line
 from isobatch.core.flags import nearest_hint
 from isobatch.core.hub_cache import explain_hub_error
 
@@ -86,7 +86,7 @@ def check_model(
         return load_config(name, None)
     if not is_id(name):
         hint = nearest_hint(name, presets)
-        raise UserError(
+        raise NotHereError(
             f"{flag} {name}: is no preset{hint}, folder or hub id (owner/name, such as"
             f" openai-community/gpt2); presets: {', '.join(presets)}"
         )

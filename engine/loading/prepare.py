@@ -93,18 +93,19 @@ def _measure(data: Data, folder: Path, extra: dict[str, object]) -> Facts:
     )
 
 
-def assumed_facts(length: int, data: type[Data], tokenizer: str | None = None) -> Facts:
-    """Facts for planning without the data: every sample is of `length` tokens.
+def assumed_facts(data: Data, length: int, samples: int | None) -> Facts:
+    """Facts for planning without prepared data: every sample is of `length` tokens. Where `samples` does not
+    say how many there are, files of --data that are here do.
 
     The vocabulary is that of the tokenizer, a file or folder, where it is there; else GPT-2's.
     """
-    vocabulary = GPT2_VOCABULARY
+    vocabulary, tokenizer = GPT2_VOCABULARY, data.recipe.tokenizer
     if tokenizer and (path := Path(tokenizer).expanduser()).exists():
         vocabulary = vocabulary_size(open_tokenizer(path))
     return Facts(
         fingerprint="assumed",
         folder="",
-        samples={"train": ASSUMED_SAMPLES},
+        samples={"train": samples or data.count_samples(length) or ASSUMED_SAMPLES},
         lengths=(length,),
         extra={"vocabulary": vocabulary, "assumed": True, **data.assumed},
     )

@@ -2,11 +2,12 @@
 
 Peak rates are dense figures of the manufacturers' data sheets as commonly quoted: tensor cores with fp32
 accumulation, without sparsity; fp32 without tensor cores (TF32 stays off). GeForce cards accumulate in fp32
-at half of the advertised rate, which is twice their fp32 rate. Link rates are those of an all-reduce, not the
-advertised sum; networks between nodes are half of what a DGX's cards add up to.
+at half of the advertised rate, which is twice their fp32 rate, of RTX 20 four times. Link rates are those of
+an all-reduce, not the advertised sum; networks between nodes are half of what a DGX's cards add up to.
 
-Sources: NVIDIA's GA102, AD102 and GB202 white papers and product pages for GeForce; data sheets of T4, V100,
-A10, A100, L4, L40S, H100, H200, DGX B200, RTX A6000, RTX 6000 Ada; AWS's G5 page for the A10G; AMD's data
+Sources: NVIDIA's TU102, GA102, AD102 and GB202 white papers and product pages for GeForce, of laptops at the
+usual boost clock (makers set the power); data sheets of T4, V100, A10, A30, A40, A100, L4, L40S, H100, H200,
+DGX B200, RTX A4000 to A6000, RTX 6000 Ada; AWS's G5 page for the A10G; AMD's data
 sheet of the MI300X.
 """
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from itertools import groupby
 from typing import Literal
 
 from isobatch.core.errors import UserError
-from isobatch.core.flags import nearest_hint
 from isobatch.core.measures import format_bytes
+from isobatch.core.plan import size_of
 from isobatch.engine.machine.gpu_table import MACHINES, Gpu, named_model, squeezed
 
 Kind = Literal["cuda", "mps", "cpu"]
@@ -28,6 +30,8 @@ class Hardware:
     """Memory this process may use."""
     node_bandwidth: float = 1.25e8
     """Bytes/s between nodes."""
+    is_network_assumed: bool = True
+    """Whether that is the card's usual network, and nobody's word."""
     cpu_bf16: bool = False
     """Native bf16 arithmetic: AMX or AVX512_BF16."""
     cpu_amx: bool = False
@@ -40,6 +44,11 @@ class Hardware:
     def devices(self) -> int:
         """Accelerators over all nodes; a node without any counts as one device."""
         return self.nodes * max(1, len(self.gpus))
+
+    @property
+    def network(self) -> str:
+        """The network between nodes, in words."""
+        return f"{self.node_bandwidth * 8 / 1e9:.0f} Gb/s{' assumed' * self.is_network_assumed} between nodes"
 
     @property
     def gpu(self) -> Gpu:
@@ -56,40 +65,47 @@ class Hardware:
         return f"{where} ({format_bytes(self.gpu.memory_bytes)} each)"
 
 
-UNITS = {"gb": GIB, "tb": 1024 * GIB}
-SIZE = r"(\d+(?:\.\d+)?)(gb|tb)"
-EXAMPLES = ("h100", "8xh100", "4x8xa100-80gb", "cpu:2x24gb", "mps:16gb")
+SIZE = r"(\d+(?:\.\d+)?[gt]b)"
+EXAMPLES = ("rtx4080-laptop", "8xh100", "4x8xa100-80gb", "rtx3080:12gb", "cpu:2x24gb", "mps:16gb")
 MOST_NODES, MOST_GPUS, MOST_CORES = 10_000, 72, 4096
 """The largest machines that are believed: nodes, GPUs of one node (an NVL72), cores."""
 
 
 def parse_hardware(text: str) -> Hardware:
-    """The machine that `--hardware` names: [NODESx][GPUSx]NAME, cpu:CORESxRAMgb, mps or mps:RAMgb.
+    """The machine that `--hardware` names: [NODESx][GPUSx]CARD[:MEMORYgb[:RAMgb]][@NETWORKgbit], with the
+    memory of a card and the RAM and network of a node; cpu:CORESxRAMgb; mps or mps:RAMgb.
 
     Raises UserError.
     """
     word = text.strip().lower()
     if match := re.fullmatch(r"cpu:(\d+)x" + SIZE, word):
-        ram = int(float(match[2]) * UNITS[match[3]])
-        return Hardware(kind="cpu", cpus=_count(text, match[1], MOST_CORES), ram_bytes=ram)
+        return Hardware(kind="cpu", cpus=_count(text, match[1], MOST_CORES), ram_bytes=_bytes(match[2]))
     if match := re.fullmatch(rf"mps(?::{SIZE})?", word):
-        return apple_machine(int(float(match[1] or 16) * UNITS[match[2] or "gb"]), cpus=8)
-    match = re.fullmatch(r"(?:(\d+) ?x ?)?(?:(\d+) ?x ?)?(.*)", word, re.DOTALL)
+        return apple_machine(_bytes(match[1] or "16gb"), cpus=8)
+    sizes = rf"(?::{SIZE})?(?::{SIZE})?(?:@(\d+(?:\.\d+)?) ?(?:gb?(?:it|ps|/s)?)?)?"
+    match = re.fullmatch(rf"(?:(\d+) ?x ?)?(?:(\d+) ?x ?)?(.*?){sizes}", word, re.DOTALL)
     assert match is not None, "every word matches"
-    first, second, name = match.groups()
+    first, second, name, memory, ram, network = match.groups()
     if (card := named_model(name)) is None:
         raise UserError(_unknown(text, name))
     model = MACHINES[card]
     nodes = _count(text, first if second else "1", MOST_NODES)
     gpus = _count(text, second or first or "1", MOST_GPUS)
+    gpu = replace(model.gpu, memory_bytes=_bytes(memory)) if memory else model.gpu
     return Hardware(
         kind="cuda",
-        gpus=(model.gpu,) * gpus,
+        gpus=(gpu,) * gpus,
         nodes=nodes,
         cpus=model.cpus * gpus,
-        ram_bytes=model.ram_gib * gpus * GIB,
-        node_bandwidth=model.node_bandwidth,
+        ram_bytes=_bytes(ram) if ram else model.ram_gib * gpus * GIB,
+        node_bandwidth=float(network) * 1e9 / 8 if network else model.node_bandwidth,
+        is_network_assumed=network is None,
     )
+
+
+def _bytes(size: str) -> int:
+    """A card's 24gb are 24 GiB."""
+    return int(size_of(size.replace("b", "ib")))
 
 
 def apple_machine(ram_bytes: int, cpus: int, source: Literal["detected", "asked"] = "asked") -> Hardware:
@@ -112,10 +128,19 @@ def _count(text: str, digits: str, most: int) -> int:
 
 
 def _unknown(text: str, name: str) -> str:
-    """The error for a name that is no row of the table, with the rows that begin with it, or near ones."""
-    plain = squeezed(name)
-    if offers := sorted(row for row in MACHINES if plain and squeezed(row).startswith(plain)):
-        count = text[: len(text.rstrip()) - len(name)].lower()
-        return f"--hardware {text}: did you mean {' | '.join(count + offer for offer in offers)}?"
-    hint = nearest_hint(name, MACHINES) or nearest_hint(text.lower(), EXAMPLES)
-    return f"--hardware {text}: is no machine that I know{hint}; write {', '.join(EXAMPLES)} ..."
+    """The error for a name that is no row of the table: rows that begin with it, near ones, or all, with the
+    memory of each card.
+    """
+    plain, count = squeezed(name), text.strip().lower().partition(name)[0] if name else ""
+    offers = [row for row in MACHINES if plain and squeezed(row).startswith(plain)]
+    if offers := offers or get_close_matches(name, MACHINES, n=3, cutoff=0.7):
+        said = " | ".join(f"{count}{row} ({_card_gigabytes(row)} GB)" for row in offers)
+        return f"--hardware {text}: did you mean {said}?"
+    by_size = sorted(MACHINES, key=_card_gigabytes)
+    known = "; ".join(f"{size} GB: {', '.join(rows)}" for size, rows in groupby(by_size, _card_gigabytes))
+    examples = f"write {', '.join(EXAMPLES)} ..., :12gb for a card's memory, @100gbit for a network of nodes"
+    return f"--hardware {text}: is no machine that I know; {examples}; {known}"
+
+
+def _card_gigabytes(row: str) -> int:
+    return round(MACHINES[row].gpu.memory_bytes / GIB)

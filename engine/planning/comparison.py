@@ -147,9 +147,15 @@ def six_lines(found: Estimate, deadline: float | None = None) -> str:
     """Memory, devices, time, cost, how the batch is cut, and how exact that is: 80 characters at most."""
     plan, recipe, (used, there) = found.plan, found.target.recipe, found.used
     assert plan is not None
-    memory = [n / 1e9 for n in (plan.predicted_peak_memory_bytes, found.memory)]
+    memory, kept = plan.device_memory_bytes, plan.device_memory_bytes - plan.usable_memory_bytes
+    sizes = (plan.predicted_peak_memory_bytes, memory, plan.least_memory_bytes, kept)
+    shown = (f"{n / 1e9:.2f}"[:5].rstrip(".") for n in sizes)
     unit = "CPU cores" if plan.device == "cpu" else "GPU" if there == 1 else "GPUs"
-    idle = f"{there - used} idle: more would gain too little" if there > used else "none idle"
+    idle = f"{there - used} idle" if there > used else "none idle"
+    if plan.nodes > 1 and plan.device == "cuda":
+        idle += f"; {found.target.hardware.network}"
+    elif there > used:
+        idle += ": more would gain too little"
     busy = f"; busy now: {found.stretch:.1f} times as long" if found.stretch >= BUSY else ""
     seconds = (found.seconds or 0, *found.interval)
     time = "{} ({} to {})".format(*map(short_duration, seconds))
@@ -163,10 +169,11 @@ def six_lines(found: Estimate, deadline: float | None = None) -> str:
         cost += "; idle too" if there > used else ""
     longest = math.ceil(found.target.facts.longest / plan.pad_multiple) * plan.pad_multiple
     share = math.ceil(recipe.batch_size / plan.processes)
-    micro = min(plan.micro_batch_samples, max(1, plan.micro_batch_tokens // longest), share)
-    cut = f"micro-batch {micro} x {math.ceil(share / micro)} accumulated"
+    most = min(plan.micro_batch_samples, max(1, plan.micro_batch_tokens // longest), share)
+    count = math.ceil(share / most)
+    cut = f"micro-batch {math.ceil(share / count)} x {count} accumulated"
     lines = [
-        f"memory     fits: {memory[0]:.2f} of {memory[1]:.2f} GB, {memory[1] - memory[0]:.2f} GB to spare",
+        "memory     fits: {} of {} GB; micro-batch 1 needs {}; {} kept free".format(*shown),
         f"devices    {used} of {there} {unit} used, {idle}{busy}",
         f"time       {time}",
         f"cost       {cost}",

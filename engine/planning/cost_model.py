@@ -164,20 +164,17 @@ def fixed_tokens(case: PlanningCase, choices: ExecutionChoices) -> float:
     return micro_batch_seconds(case, choices) / token_seconds(case, choices)
 
 
-def typical_batch_lengths(facts: Facts, samples: int) -> list[int]:
-    """Lengths of a typical batch: evenly spaced quantiles of the data's lengths, longest first."""
-    last = len(facts.lengths) - 1
-    return [facts.lengths[round((rank + 0.5) / samples * last)] for rank in reversed(range(samples))]
-
-
 def _typical_cut(
     case: PlanningCase, choices: ExecutionChoices, budget: tuple[int, int], share: int, launches: float = 1.0
 ) -> tuple[BatchCut, np.ndarray]:
-    """A typical batch of `share` samples, divided by the same function as in training, and its lengths.
+    """A typical batch of `share` samples, divided by the same function as in training, and its lengths:
+    evenly spaced quantiles of the data's, longest first.
 
     `budget`: most samples and tokens of a micro-batch; `launches`: how much more one of them counts for.
     """
-    lengths = np.array(typical_batch_lengths(case.facts, min(share, MOST_SAMPLES)))
+    samples, last = min(share, MOST_SAMPLES), len(case.facts.lengths) - 1
+    ranks = np.arange(samples)[::-1]
+    lengths = np.array(case.facts.lengths)[np.round((ranks + 0.5) / samples * last).astype(int)]
     fixed = launches * fixed_tokens(case, choices)
     return cut_batch(lengths, 1, MicroBatchBudget(*budget, fixed, case.pad_multiple)), lengths
 

@@ -288,11 +288,16 @@ def logits_bytes(size: ModelSize, choices: ExecutionChoices, tokens: float) -> f
     head's weight is gathered only while the head runs.
     """
     unchunked = size.logit_copies * tokens * size.vocabulary * (16.0 if choices.half else 12.0)
-    if not size.head_bytes or choices.traits.shards_weights:
+    if not chunks_head(size, choices):
         return unchunked
     # On tensor cores logits come in fp32 at once, and their gradient in 16 bits.
     copies = 2.5 if choices.half and choices.device == "cuda" else 4.0 if choices.half else 3.0
     return min(unchunked, size.logit_copies * size.head_bytes * copies)
+
+
+def chunks_head(size: ModelSize, choices: ExecutionChoices) -> bool:
+    """Whether logits are made of a chunk of tokens at a time."""
+    return bool(size.head_bytes) and not choices.traits.shards_weights
 
 
 def table_bytes(size: ModelSize, choices: ExecutionChoices) -> float:

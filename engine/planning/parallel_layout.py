@@ -5,14 +5,22 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from isobatch.core.measures import format_bytes, gigabytes
+from isobatch.core.flags import spelling
+from isobatch.core.measures import gigabytes
 from isobatch.core.optimizers import OPTIMIZERS, OWN
-from isobatch.core.plan import StrategyName, size_of
+from isobatch.core.plan import PlanOptions, StrategyName, size_of
 from isobatch.core.strategies import STRATEGIES, traits_of
 from isobatch.engine.planning.cost_model import PlanningCase, largest_micro_batch, step_seconds
-from isobatch.engine.planning.memory_model import ExecutionChoices, MemoryFootprint, memory_footprint
+from isobatch.engine.planning.memory_model import (
+    ExecutionChoices,
+    MemoryFootprint,
+    chunks_head,
+    memory_footprint,
+)
 
 CPU_TENSOR_BYTES = 24 * 2**20
 """Blocks of 32 MiB are mapped and page-faulted anew each time (glibc's DEFAULT_MMAP_THRESHOLD_MAX).
@@ -30,6 +38,8 @@ OVER_A_RUN = 1.25
 """The largest micro-batch of a run over that of a typical batch (measured)."""
 LARGEST_EXCESS = 1.15
 """Measured peaks over predicted ones, at most (measured on CPUs: `python -m benchmarks predictions`)."""
+USABLE = 0.8
+"""Of a device's memory, where --memory-limit does not say how much."""
 HOST_SHARE = 0.8
 """Of a node's RAM that offloaded state may take."""
 AS_GOOD = 1.1
@@ -62,10 +72,10 @@ def device_memory(case: PlanningCase, processes: int) -> int:
 
 
 def memory_limit(case: PlanningCase, processes: int) -> float:
-    """Bytes a process may use: 80 % of its memory, or --memory-limit, a size of which is for the machine."""
+    """Bytes a process may use: a share of its memory, or --memory-limit (a size is the machine's)."""
     memory, text = device_memory(case, processes), case.asked.memory_limit
     if text is None:
-        return 0.8 * memory
+        return USABLE * memory
     sharing = case.local(processes) if case.device == "cpu" and "%" not in text else 1
     return min(float(memory), size_of(text, memory) / sharing)
 
@@ -167,9 +177,10 @@ def token_budget(case: PlanningCase, choices: ExecutionChoices) -> tuple[int, st
     most = max(free / max(token_bytes + per_token.logits, 1.0), (free - full.logits) / max(token_bytes, 1.0))
     size, longest = case.model_size, case.longest
     widest = max(size.vocabulary, size.intermediate, 4 * size.hidden, 1)
+    whole = max(size.intermediate, 4 * size.hidden, 1) if chunks_head(size, choices) else widest
     bounds = [
         (math.floor(-1.0 if empty.peak > limit else most), "memory"),
-        (max(longest, INDEX_LIMIT // widest), "index"),
+        (max(longest, INDEX_LIMIT // whole), "index"),
         (longest * math.ceil(case.recipe.batch_size / choices.processes), "batch"),
     ]
     if case.asked.micro_batch:
@@ -213,29 +224,57 @@ def fastest_layout(layouts: list[ParallelLayout]) -> ParallelLayout:
     return next(layout for layout in layouts if layout.seconds <= AS_GOOD * fastest)
 
 
+def least_bytes(case: PlanningCase, processes: int, strategy: str | None = None) -> int:
+    """The least peak of the longest sample by itself, under a strategy or those tried that do not offload."""
+    tried = [_choices(case, processes, *one) for one in strategies_to_try(case, processes)]
+    meant = [one for one in tried if one.strategy == strategy or not (strategy or one.traits.offloads)]
+    return min(_footprint(case, choices, case.longest).peak for choices in meant or tried)
+
+
 def does_not_fit(case: PlanningCase, processes: int) -> str:
-    """The error message where the longest sample does not fit on this many processes."""
-    limit = memory_limit(case, processes)
-    settings = (_choices(case, processes, *one) for one in strategies_to_try(case, processes))
-    least = min((_footprint(case, choices, case.longest) for choices in settings), key=lambda one: one.peak)
-    need = least.peak
+    """The error message where the longest sample does not fit on this many processes, and what would do."""
+    limit, memory = memory_limit(case, processes), device_memory(case, processes)
+    need, size = least_bytes(case, processes), case.model_size
+    what, may = f"one sample of {case.longest} tokens needs", f"{gigabytes(limit)} of {gigabytes(memory)}"
     if need <= limit:
-        return (
-            f"--strategy zero3-offload: it takes {format_bytes(offloaded_bytes(case, processes))} of RAM a"
-            f" node, and there are {format_bytes(case.hardware.ram_bytes)}; take a smaller model or more"
-            " memory"
-        )
-    if case.model_size.fit_bytes > 4.0 * case.model_size.parameters and need == least.stages["export"]:
-        return (
-            f"--memory-limit: what the run's end fits to the data needs {format_bytes(need)}, and"
-            f" {format_bytes(limit)} may be used; raise it, take more memory, or data of fewer items"
-        )
-    flag = "--assume-length" if case.facts.extra.get("assumed") else "--max-length"
-    return (
-        f"{flag}: one sample of {case.longest} tokens needs "
-        f"{format_bytes(need)} on {case.device} with every measure allowed, and {format_bytes(limit)} may be "
-        f"used; lower {flag}, take a smaller model, train fewer of its weights, or take more memory"
-    )
+        need, ram = round(offloaded_bytes(case, processes)), case.hardware.ram_bytes
+        what, may = "offloading needs in a node's RAM", f"{HOST_SHARE:.0%} of {gigabytes(ram)}"
+    elif size.fit_bytes > 4.0 * size.parameters and case.device == "cpu":
+        what = "what the run's end fits to the data, less of fewer items, needs"
+    ways = dict[str, str]()
+    for words, other in _ways(case):
+        kind = re.sub(r"\d+", "", words)
+        if kind not in ways and any(find_layout(other, count) for count in candidate_process_counts(other)):
+            ways[kind] = words
+        if words in ways and words.startswith("without"):
+            break
+    ways["memory"] = f"a device of {need / USABLE / 1e9:.0f} GB"
+    return f"{what} {gigabytes(need)}, and {may} may be used: {', or '.join(ways.values())} would do"
+
+
+def _ways(case: PlanningCase) -> Iterator[tuple[str, PlanningCase]]:
+    """What a user may type, or leave out, to need less memory of a device, the gentlest first, and the case
+    with it; of one kind the first that fits counts.
+    """
+    replace, facts, machine, asked = dataclasses.replace, case.facts, case.hardware, case.asked
+    for flag in ("strategy", "activation_checkpointing", "memory_limit", "processes"):
+        if (wish := getattr(asked, flag)) not in ("auto", None):
+            bare = replace(asked, **{flag: getattr(PlanOptions(), flag)})
+            yield f"without {spelling(flag)} {wish}", replace(case, asked=bare)
+    end = "" if asked.strategy == "auto" else f" without --strategy {asked.strategy}"
+    case = replace(case, asked=replace(asked, strategy="auto"))
+    for words, size in case.model_size.smaller().items():
+        yield words + end, replace(case, model_size=replace(size, head_bytes=case.model_size.head_bytes))
+    if case.recipe.optimizer == "adamw":
+        smaller = replace(case.recipe, optimizer="adamw8bit")
+        yield f"--optimizer adamw8bit{end}", replace(case, recipe=smaller)
+    flag = "--assume-length" if facts.extra.get("assumed") else "--max-length"
+    for most in (facts.longest >> halvings for halvings in range(1, 7)):
+        yield f"{flag} {most}{end}", replace(case, facts=replace(facts, lengths=(max(2, most),)))
+    for count in (2, 4, 8, 16, 32, 64) if case.device == "cuda" and not machine.gpu.mobile else ():
+        other = replace(machine, nodes=max(1, count // 8), gpus=(machine.gpu,) * min(8, count))
+        if count > machine.devices:
+            yield f"{count} such GPUs{end}", replace(case, hardware=other)
 
 
 def why_processes(case: PlanningCase, chosen: ParallelLayout, layouts: list[ParallelLayout]) -> str:

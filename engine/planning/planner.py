@@ -164,10 +164,14 @@ def _prediction_fields(case: PlanningCase, chosen: ParallelLayout) -> PlanFields
         f"micro-batches of {chosen.tokens} tokens, the most that the budget allows, and"
         f" {layout.LARGEST_EXCESS - 1:.0%} for what no model foresees"
     )
-    memory = layout.device_memory(case, chosen.choices.processes)
+    processes = chosen.choices.processes
+    memory, usable = (find(case, processes) for find in (layout.device_memory, layout.memory_limit))
+    least = layout.least_bytes(case, processes, chosen.choices.strategy)
     of = "a process's share of the RAM" if case.device == "cpu" else "the GPU's memory"
     return {
         "predicted_peak_memory_bytes": (stages[worst], f"the peak of the stage {worst}; {basis}"),
+        "least_memory_bytes": (least, "the longest sample by itself, and checkpointing where it may be"),
+        "usable_memory_bytes": (round(usable), f"--memory-limit, or {layout.USABLE:.0%} of it"),
         "memory_bound_bytes": (chosen.most, bound),
         "device_memory_bytes": (memory, of),
         "predicted_memory_by_stage": (stages, "the peak of each stage by itself, in GB"),

@@ -10,29 +10,28 @@ from typing import Any
 
 from isobatch.core.errors import UserError
 from isobatch.core.measures import parse_duration
-from isobatch.core.number_ranges import Count, Positive
+from isobatch.core.number_ranges import Count
 from isobatch.core.terminal import print_answer, print_lines
-from isobatch.engine.loading.prepare import assumed_facts
 from isobatch.engine.machine.detect import detect
 from isobatch.engine.machine.hardware import Hardware, parse_hardware
 from isobatch.engine.planning import comparison
-from isobatch.engine.planning.choices import fixed_loader_settings
+from isobatch.engine.planning.choices import fixed_loader_settings, unmet_wishes
 from isobatch.engine.planning.estimate import Target, estimate, parse_prices
 from isobatch.launch.local.arguments import Request, parse_request
-from isobatch.launch.local.run_setup import AnswerOptions, prepared_facts
+from isobatch.launch.local.run_setup import AnswerOptions, PlannedOptions, planned_facts, prepared_facts
 
 HERE = "here"
 """The name of the machine that this command runs on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlanCommandOptions(AnswerOptions):
+class PlanCommandOptions(PlannedOptions):
     """Flags of `plan` beside the recipe's and the plan's."""
 
     hardware: str | None = None
-    """Plan for this machine, not the one here: rtx4080-laptop, 8xh100, 4x8xa100-80gb, cpu:2x24gb ..."""
-    assume_length: Positive | None = None
-    """Plan for samples of this many tokens, where the data is not at hand."""
+    """Plan for this machine, not the one here: rtx4080-laptop, 8xh100, 4x8xa100-80gb (nodes x GPUs x card),
+    cpu:2x24gb (cores x RAM), mps:16gb. rtx3080:12gb says a card's memory, rtx3080:12gb:64gb the RAM too,
+    4x8xh100@100gbit the network between nodes. `--hardware list` names the cards with their memory."""
     compare: str | None = None
     """Machines side by side, as in rtx4080-laptop,8xa100-80gb,4x8xh100 (here: this one)."""
     price: str | None = None
@@ -73,6 +72,7 @@ def plan_of(request: Request, options: PlanCommandOptions) -> tuple[dict[str, An
     found = estimate(target, prices)
     if found.plan is None:
         raise UserError(found.why_not)
+    print_lines(*unmet_wishes(request.plan, found.plan), quiet=request.run.quiet)
     loader = fixed_loader_settings(found.plan)
     answer = {
         "recipe": {**recipe.to_dict(), "hash": recipe.hash()},
@@ -103,18 +103,15 @@ def _targets(request: Request, options: PlanCommandOptions, names: Sequence[str]
     """The request's recipe and data on machines. Raises UserError, which begins with `flag`."""
     machines = {name: _machine(name, flag) for name in names}
     print_lines(*request.notes, quiet=request.run.quiet)
-    if options.assume_length:
-        length = options.assume_length * request.workload.task.rows_per_sample
-        facts = assumed_facts(length, request.workload.data, request.recipe.tokenizer)
-    else:
-        task, data = request.workload.make(request.recipe)
-        facts = prepared_facts(request, task, data)
-        if origin := request.recipe.starts_from:  # training refuses what does not fit as it builds the model
-            from isobatch.engine.checkpointing.weight_files import load_start_weights
-            from isobatch.engine.model_setup.prepare_model import build_hollow
+    task, data = request.workload.make(request.recipe)
+    facts = planned_facts(request, task, data)
+    origin = None if options.assume_length else request.recipe.starts_from
+    if origin:  # training refuses what does not fit as it builds the model
+        from isobatch.engine.checkpointing.weight_files import load_start_weights
+        from isobatch.engine.model_setup.prepare_model import build_hollow
 
-            if model := build_hollow(partial(task.build_model, facts)):
-                load_start_weights(origin, model, task, facts, only_check=True)
+        if model := build_hollow(partial(task.build_model, facts)):
+            load_start_weights(origin, model, task, facts, only_check=True)
     return [
         Target(name, request.workload, request.recipe, facts, machine, request.plan)
         for name, machine in machines.items()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from isobatch.core import number_ranges
-from isobatch.core.errors import UserError
+from isobatch.core.errors import NotHereError, UserError
 from isobatch.core.extras import need
 from isobatch.core.flags import SWITCH_WORDS, BareValue, Flag, convert, flags_of, nearest, spelling
 from isobatch.core.plan import PlanOptions
@@ -255,6 +255,8 @@ def _request(
         raise UserError("--per-device-batch-size and --batch-size both say how large a batch is: give one")
     scaling = BatchScaling(**values["scaling"])
     asked = {**values["recipe"], **values["options"]}
+    if values["command"].get("assume_length"):
+        asked.setdefault("data", "elsewhere")  # a demo's recipe is for a minute on two cores
     if scaling.per_device_batch_size:  # before the mode's own batch is named
         asked["batch_size"] = scaling.per_device_batch_size
     recipe, preset_notes = chosen.complete(asked)
@@ -269,7 +271,13 @@ def _request(
 
         recipe = with_learning_hooks(recipe, run.hook)
     request = Request(chosen, recipe, plan, run, values["command"], notes)
-    check_request(request, getattr(options_class, "data_is_elsewhere", False))
+    try:
+        check_request(request, getattr(options_class, "data_is_elsewhere", False))
+    except NotHereError as error:
+        if "assume_length" not in flags_of(options_class or PlanOptions):
+            raise
+        what, _, why = str(error).partition(": ")
+        raise UserError(f"{what}: add --assume-length 512 for a plan without it; else: {why}") from None
     return request
 
 
@@ -307,6 +315,8 @@ def check_request(request: Request, elsewhere: bool = False) -> None:
     trains on another machine, which has the data and the tracker.
     """
     task, data = request.workload.make(request.recipe)
+    if request.extra.get("assume_samples") and not request.extra.get("assume_length"):
+        raise UserError("--assume-samples: say with --assume-length how many tokens each has")
     if request.extra.get("assume_length"):
         (task.check_for_plan if isinstance(task, ChecksPlan) else task.check)()
         return

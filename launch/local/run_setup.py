@@ -17,6 +17,7 @@ from isobatch.core.errors import UserError
 from isobatch.core.extras import need
 from isobatch.core.facts import Facts
 from isobatch.core.flags import build_options
+from isobatch.core.number_ranges import Positive
 from isobatch.core.optimizers import OPTIMIZERS
 from isobatch.core.package import CACHE, cache_folder
 from isobatch.core.plan import INVARIANCES, Plan, PlanOptions
@@ -24,17 +25,17 @@ from isobatch.core.strategies import traits_of
 from isobatch.core.terminal import doing, print_lines
 from isobatch.data.digests import FACTS_FILE, changed_file
 from isobatch.engine import consent
-from isobatch.engine.loading.prepare import CHECK_SECONDS, folder_of, prepare
-from isobatch.engine.machine.ceilings import ceilings_of
+from isobatch.engine.loading.prepare import CHECK_SECONDS, assumed_facts, folder_of, prepare
 from isobatch.engine.machine.detect import detect
 from isobatch.engine.planning.choices import unmet_wishes
-from isobatch.engine.planning.planner import make_plan
+from isobatch.engine.planning.estimate import Target
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import FolderTakenError, RunFolder, free_folder, list_runs, run_name
 from isobatch.engine.runs.summary import first_held_out
 from isobatch.engine.task_files import task_file_problem
 from isobatch.launch.local.arguments import Request, read_command
 from isobatch.models.capabilities import KeepsRows
+from isobatch.models.causal_lm import known_models
 
 if TYPE_CHECKING:
     from isobatch.core.recipe import Recipe
@@ -66,6 +67,28 @@ class DataOptions(AnswerOptions):
     """Where the data lies now, if it has moved."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedOptions(AnswerOptions):
+    """The flags of commands that show a plan."""
+
+    assume_length: Positive | None = None
+    """Plan for samples of this many tokens, where the data, or the model by its name, is not at hand."""
+    assume_samples: Positive | None = None
+    """With --assume-length: how many samples; by default the rows of --data that are here, else 10,000."""
+
+
+def planned_facts(request: Request, task: Any, data: Any) -> Facts:
+    """What a plan is made for: prepared data, or what --assume-length says. Raises UserError."""
+    if (length := request.extra.get("assume_length")) is None:
+        return prepared_facts(request, task, data)
+    known = known_models.find(name := request.recipe.model or "")
+    if known not in (None, name) and not Path(name).exists():
+        print_lines(f"--model {name}: by the shape of {known}", quiet=request.run.quiet)
+    facts = assumed_facts(data, length * task.rows_per_sample, request.extra.get("assume_samples"))
+    print_lines(f"assumed: {facts.samples['train']:,} samples of {facts.longest} tokens")
+    return facts
+
+
 def prepared_facts(request: Request, task: Any, data: Any) -> Facts:
     """Prepare the request's data where it is not in the cache, and say what it shares with the run of --from.
 
@@ -82,7 +105,9 @@ def prepared_facts(request: Request, task: Any, data: Any) -> Facts:
 def prepare_facts(request: Request) -> Facts:
     """Prepare the request's data where it is not in the cache, and fetch its model. Raises UserError."""
     task, data = request.workload.make(request.recipe)
-    facts = prepared_facts(request, task, data)
+    facts = planned_facts(request, task, data)
+    if facts.extra.get("assumed"):
+        return facts
     if sys.stderr.isatty() and not request.run.quiet:
         from isobatch.launch.local.shown_samples import shown_samples
 
@@ -208,10 +233,7 @@ def plan_for_this_machine(
 ) -> Plan:
     """The plan for this machine; `world`: number of processes, if given. Raises UserError."""
     doing("planning")
-    task, _ = workload_of(recipe).make(recipe)
-    size, machine = task.model_size(facts), detect()
-    rates = ceilings_of(machine, cache_folder())
-    plan = make_plan(recipe, facts, size, machine, options, world=world, measured=rates)
+    plan = Target("here", workload_of(recipe), recipe, facts, detect(), options, world).plan()
     need(traits_of(plan.strategy).library.lower(), f"--strategy {plan.strategy}")
     need(OPTIMIZERS[recipe.optimizer].library, f"--optimizer {recipe.optimizer}")
     return plan

@@ -59,6 +59,18 @@ def adapter_counts(shape: ModelShape, options: Any) -> AdapterCounts:
     return AdapterCounts(added + biases + tables, targets, added, inputs, tables)
 
 
+def with_smaller(shape: ModelShape, options: Any) -> ModelSize:
+    """The size of a loaded model, with that of each adapter that may need less memory. Raises UserError."""
+
+    def smaller() -> dict[str, ModelSize]:
+        lora = dataclasses.replace(options, adapter="lora", frozen_dtype="bf16")
+        adapters = {"lora": lora, "qlora": dataclasses.replace(lora, adapter="qlora", load_bits=4)}
+        return {f"--adapter {name}": adapted_model_size(shape, own) for name, own in adapters.items()}
+
+    found = shape.size if options.adapter == "none" else adapted_model_size(shape, options)
+    return dataclasses.replace(found, smaller=smaller)
+
+
 def adapted_model_size(shape: ModelShape, options: Any) -> ModelSize:
     """The size with an adapter; its remark says what a user should know of the choice. Raises UserError."""
     whole, found = shape.size, adapter_counts(shape, options)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,18 @@ KNOWN_MODELS: dict[str, Config] = json.loads(Path(__file__).with_suffix(".json")
 """Hub id -> the numbers of its config.json."""
 
 
+COPIES = "instruct(-2507)?|chat|it|base|hf|pt|bf16|(unsloth-)?bnb-4bit"
+"""Words in the name of a model that is another's copy, or another trained further: its shape is the same."""
+
+
 def find(name: str) -> str | None:
-    """The hub id in the table that a name means: itself, or its part after the slash, in any case."""
-    return next((known for known in KNOWN_MODELS if name.lower() in _spellings(known)), None)
+    """The hub id in the table whose shape a name has: whoever's copy it is, tuned to instructions or not."""
+    return next((known for known in KNOWN_MODELS if plain(known) == plain(name)), None)
 
 
-def _spellings(hub_id: str) -> tuple[str, ...]:
-    whole = hub_id.lower()
-    short = whole.partition("/")[2]
-    return whole, short, short.removesuffix("-hf"), short.removeprefix("meta-")
+def plain(name: str) -> str:
+    """A name without its owner, dashes and the words of a copy."""
+    return re.sub(rf"^meta-|-({COPIES})(?=-|$)|[-_ ]", "", name.lower().rpartition("/")[2])
 
 
 def load_config(name: str, revision: str | None) -> Config:
@@ -41,13 +45,12 @@ def load_config(name: str, revision: str | None) -> Config:
         return dict(KNOWN_MODELS[known])
     if hub.is_id(name) and hub_cache.is_reachable():
         return hub.load_config(name, revision)
-    spellings = {spelling: known for known in KNOWN_MODELS for spelling in _spellings(known)}
-    close = difflib.get_close_matches(name.lower(), spellings, n=3, cutoff=0.5)
-    near = list(dict.fromkeys(spellings[spelling] for spelling in close))
-    hint = f" (did you mean {' or '.join(near)}?)" if near else ""
+    spellings = {plain(known): known for known in KNOWN_MODELS}
+    near = [spellings[close] for close in difflib.get_close_matches(plain(name), spellings, n=3, cutoff=0.5)]
+    hint = f"{' or '.join(near)}, or " if near else ""
     raise UserError(
         f"--model {name}: is no preset, no folder and none of the {len(KNOWN_MODELS)} models whose shape is"
-        f" known{hint}; a folder with its config.json is enough"
+        f" known: give {hint}a folder with its config.json, which is enough"
     )
 
 

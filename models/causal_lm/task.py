@@ -249,8 +249,9 @@ class CausalLM(Task):
         """From the config's numbers for GPT-2 and Llama-like models; others are built without storage."""
         config, opened = self._raw_config(facts), partial(self.transformers_config, facts)
         shape = model_sizes.shape_of(config, opened, self.options.remote_code)
-        adapts = self.model_name not in PRESETS and self.options.adapter != "none"
-        return adapter_sizes.adapted_model_size(shape, self.options) if adapts else shape.size
+        if self.model_name in PRESETS:
+            return shape.size
+        return adapter_sizes.with_smaller(shape, self.options)
 
     def model_size(self, facts: Facts) -> ModelSize:
         size = self.network_size(facts)

@@ -78,6 +78,16 @@ def test_names_of_nvidia_smi_and_torch(seen: str, row: str | None) -> None:
     assert (found.gpu.name if found else None) == row
 
 
+@pytest.mark.parametrize("card", [*MACHINES])
+def test_memory_ram_and_network_of_any_card_may_be_said(card: str) -> None:
+    plain, said = parse_hardware(f"2x4x{card}"), parse_hardware(f"2x4x{card}:20gb:96gb@100gbit")
+    assert (said.gpu.memory_bytes, said.ram_bytes, said.node_bandwidth) == (20 * GIB, 96 * GIB, 12.5e9)
+    assert (plain.is_network_assumed, said.is_network_assumed) == (True, False)
+    assert (said.nodes, len(said.gpus), said.gpu.card) == (plain.nodes, len(plain.gpus), card)
+    for word in ("@100", "@100gb/s", "@100 Gbps"):
+        assert parse_hardware(f"2x4x{card}{word}").node_bandwidth == 12.5e9
+
+
 def test_cpu_and_apple_machines() -> None:
     cpu = parse_hardware("cpu:2x24gb")
     assert (cpu.kind, cpu.cpus, cpu.ram_bytes, cpu.gpus) == ("cpu", 2, 24 * GIB, ())
@@ -89,7 +99,8 @@ def test_cpu_and_apple_machines() -> None:
 @pytest.mark.parametrize(
     ("text", "hint"),
     [
-        ("8xa100", r"8xa100-40gb \| 8xa100-80gb"),
+        ("8xa100", r"8xa100-40gb \(40 GB\) \| 8xa100-80gb \(80 GB\)"),
+        ("banana", r"24 GB: .*rtx4090.*80 GB: .*h100"),
         ("h10", "h100"),
         ("0xh100", "1 to 72"),
         ("cpu:0x2gb", "1 to 4,096"),

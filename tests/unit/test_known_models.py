@@ -67,13 +67,32 @@ def test_a_folder_needs_its_config_alone(tmp_path: Path) -> None:
         known_models.load_config(str(empty), None)
 
 
+@pytest.mark.parametrize("name", known_models.KNOWN_MODELS)
+@pytest.mark.parametrize("form", ["{}-Instruct", "someone/{}-chat", "unsloth/{}-Instruct-bnb-4bit", "{}-it"])
+def test_copies_and_further_training_have_the_shape_of_their_model(name: str, form: str) -> None:
+    assert known_models.find(form.format(name.partition("/")[2])) == name
+
+
 @pytest.mark.parametrize(
-    ("name", "near"), [("llama2-7b", "meta-llama/Llama-2-7b-hf"), ("Qwen/Qwen2.5-7b-Base", "Qwen/Qwen2.5-7B")]
+    ("name", "known"),
+    [
+        ("mistralai/Mistral-7B-Instruct-v0.3", "mistralai/Mistral-7B-v0.3"),
+        ("meta-llama/Llama-2-7b-chat-hf", "meta-llama/Llama-2-7b-hf"),
+        ("llama3-8b", "meta-llama/Meta-Llama-3-8B"),
+        ("Qwen/Qwen3-4B-Instruct-2507", "Qwen/Qwen3-4B"),
+    ],
+)
+def test_names_as_they_are_typed(name: str, known: str) -> None:
+    assert known_models.find(name) == known
+
+
+@pytest.mark.parametrize(
+    ("name", "near"), [("mistral-7b", "mistralai/Mistral-7B-v0.3"), ("Qwen/Qwen2.5-8B", "Qwen/Qwen2.5-7B")]
 )
 def test_an_unknown_name_is_answered_with_near_ones(
     name: str, near: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hub_cache, "is_reachable", lambda: False)
-    with pytest.raises(UserError, match=f"did you mean .*{near}") as caught:
+    with pytest.raises(UserError, match=f"give .*{near}") as caught:
         known_models.load_config(name, None)
     assert "\n" not in str(caught.value)

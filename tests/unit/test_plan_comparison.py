@@ -11,15 +11,22 @@ from typing import Any
 
 import pytest
 
+from isobatch.core import hub_cache
 from isobatch.core.errors import UserError
 from isobatch.core.facts import Facts
 from isobatch.core.measures import parse_duration
 from isobatch.core.plan import PlanOptions
+from isobatch.engine.machine.gpu_table import MACHINES as TABLE
 from isobatch.engine.machine.hardware import parse_hardware
 from isobatch.engine.planning import calibration, estimate
 from isobatch.engine.planning.comparison import Comparison, compare, format_comparison, reasons, six_lines
 from isobatch.engine.planning.estimate import Target, parse_prices, price_per_hour
 from isobatch.engine.registry import workload
+from isobatch.launch.commands.plan import PlanCommandOptions
+from isobatch.launch.local.arguments import parse_request
+from isobatch.launch.local.run_setup import planned_facts
+from isobatch.models.causal_lm.known_models import KNOWN_MODELS
+from isobatch.models.causal_lm.model_sizes import size_from_config
 
 CAUSAL_LM = workload("causal-lm")
 
@@ -101,14 +108,14 @@ def test_one_price_for_several_kinds_of_card_names_no_cheapest() -> None:
 def test_one_that_does_not_fit_says_why_beside_those_that_do() -> None:
     found = compare("--compare", [target("rtx3050-laptop", 8192), target("h100", 8192)], {}, None)
     assert [bool(e.plan) for e in found.estimates] == [False, True]
-    assert "rtx3050-laptop: --assume-length: one sample of" in format_comparison(found)
+    assert "rtx3050-laptop: one sample of" in format_comparison(found)
     row = found.to_dict()["rows"][0]
     assert (row["fits"], row["run_seconds"], row["cost"]) == (False, None, None)
 
 
 def test_what_fits_nowhere_says_why_on_the_largest() -> None:
     long = [target(machine, 200_000) for machine in ("t4", "rtx3050-laptop")]
-    why = r"fits none of them; t4: --assume-length: one sample of 200000 .*; lower --assume-length, take"
+    why = r"fits none of them; t4: one sample of 200000 .*: --assume-length 50000, or a device of"
     with pytest.raises(UserError, match=why):
         compare("--compare t4,rtx3050-laptop", long, {}, None)
 
@@ -138,6 +145,79 @@ def test_a_plan_is_six_lines_of_80_characters_in_one_unit_of_memory(machine: str
         table = reasons(found)
         assert max(map(len, table.splitlines())) <= 100
         assert not re.search(r"\d [KM]?B\b", table + lines[0])
+
+
+def asked_for(model: str, machine: str, *more: str) -> Target:
+    words = ["--task", "causal-lm", "--model", model, "--assume-length", "512", "--hardware", machine, *more]
+    asked = parse_request(words, "plan", PlanCommandOptions)
+    task, data = asked.workload.make(asked.recipe)
+    facts = planned_facts(asked, task, data)
+    return Target(machine, asked.workload, asked.recipe, facts, parse_hardware(machine), asked.plan)
+
+
+FORMULA = [name for name, config in KNOWN_MODELS.items() if size_from_config(config)]
+"""Models whose shape needs no torch."""
+
+
+@pytest.mark.parametrize("card", TABLE)
+def test_every_known_model_on_every_card_has_a_plan_or_flags_that_make_one(card: str) -> None:
+    """Whatever a refusal names first can be typed, and then there is a plan."""
+    for model in FORMULA[::4]:
+        first = asked_for(model, card)
+        found = estimate.estimate(first, {})
+        if found.plan:
+            assert max(map(len, six_lines(found).splitlines())) <= 80
+            assert found.plan.least_memory_bytes <= found.plan.usable_memory_bytes
+            continue
+        ways = re.split(", or ", found.why_not.removesuffix(" would do").rpartition("be used: ")[2])
+        assert re.fullmatch(r"a device of \d+ GB", ways[-1]), found.why_not
+        for way in ways[:-1]:
+            count = re.fullmatch(r"(\d+) such GPUs", way)
+            machine = f"{max(1, int(count[1]) // 8)}x{min(8, int(count[1]))}x{card}" if count else card
+            length = way.split()[1] if way.startswith("--assume-length") else "512"
+            flags = [] if count or way.startswith("--assume-length") else way.split()
+            again = asked_for(model, machine, *flags)
+            facts = dataclasses.replace(again.facts, lengths=(int(length),))
+            assert estimate.estimate(dataclasses.replace(again, facts=facts), {}).plan, (model, way)
+
+
+def test_rows_of_files_that_are_here_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n' * 77)
+    (tmp_path / "text.txt").write_text("a word \n" * 1024)
+    counts = [("rows.jsonl", (), 77), ("text.txt", (), 4), ("no", (), 10_000)]
+    counts += [("text.txt", ("--assume-samples", "5"), 5)]
+    for name, more, count in counts:
+        found = asked_for("gpt2", "t4", "--data", str(tmp_path / name), *more)
+        assert found.facts.samples == {"train": count}
+    with pytest.raises(UserError, match="--assume-length"):
+        parse_request(["--task", "causal-lm", "--assume-samples", "5"], "plan", PlanCommandOptions)
+
+
+def test_a_model_that_is_not_here_is_answered_with_the_flag_that_needs_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hub_cache, "is_reachable", lambda: False)
+    for model in ("someone/unheard-of", "llama-3.1-8b"):
+        with pytest.raises(UserError, match=rf"--model {model}: add --assume-length 512 .*; else: .*"):
+            parse_request(["--task", "causal-lm", "--model", model], "plan", PlanCommandOptions)
+
+
+@pytest.mark.parametrize(
+    ("machine", "said"), [("2x8xh100", "1600 Gb/s assumed"), ("2x8xh100@100", "100 Gb/s")]
+)
+def test_the_network_between_nodes_is_said(machine: str, said: str) -> None:
+    found = estimate.estimate(target(machine, 1024, batch_size=512), {})
+    assert f"; {said} between nodes" in six_lines(found).splitlines()[1]
+
+
+@pytest.mark.parametrize("batch", [7, 64, 100, 333])
+def test_micro_batches_are_equal(batch: int) -> None:
+    """Of 100 samples of which 41 fit: three of 34, not 41, 41 and 18."""
+    for machine in ("t4", "rtx4080-laptop"):
+        lines = six_lines(estimate.estimate(target(machine, 1024, batch_size=batch), {}))
+        each, count = map(int, re.findall(r"micro-batch (\d+) x (\d+)", lines)[0])
+        assert each * (count - 1) < batch <= each * count
+        assert each - batch / count < 1
 
 
 def test_the_interval_of_a_measured_processor_is_that_of_the_measured_runs() -> None:

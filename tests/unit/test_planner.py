@@ -165,7 +165,7 @@ def test_checkpointing_comes_where_nothing_fits_without() -> None:
     shape = dataclasses.replace(GPT2, vocabulary=0)
     plan = planned(LAPTOP, shape, long)
     assert plan.activation_checkpointing
-    with pytest.raises(UserError, match="lower --max-length"):
+    with pytest.raises(UserError, match="without --activation-checkpointing off, or a device of"):
         planned(LAPTOP, shape, long, activation_checkpointing="off", strategy="single")
 
 
@@ -211,14 +211,16 @@ def test_after_an_out_of_memory_the_budget_halves_down_to_one_sample() -> None:
         ("h100", GPT2, {"strategy": "zero2"}, "two or more processes"),
         ("t4", GPT2, {"attention": "flash"}, "compute capability 8.0"),
         ("t4", GPT2, {"memory_limit": "120%"}, "--memory-limit 120%"),
-        ("t4", GPT2, {"memory_limit": "1GB"}, "lower --max-length"),
+        ("t4", GPT2, {"memory_limit": "1GB"}, "without --memory-limit 1GB, or a device"),
         (
             "cpu:2x24gb",
             sized(9, fit_bytes=2e9),
             {"memory_limit": "2GB"},
-            "--memory-limit: .* fits .* 2.4.* GB",
+            "end fits to the data.* 2.4.* GB.* without --memory-limit 2GB",
         ),
-        ("rtx4080-laptop", SEVEN_B, {}, "take a smaller model"),
+        ("rtx4080-laptop", SEVEN_B, {}, "needs 12.*: a device of 1.* GB would do"),
+        ("8xh100", SEVEN_B, {"strategy": "ddp"}, "used: without --strategy ddp, or a device"),
+        ("h100", SEVEN_B, {"strategy": "single"}, "used: without --strategy single"),
         ("8xh100", GPT2, {"processes": 4, "world": 8}, "the launcher formed a world of 8"),
     ],
 )
@@ -320,6 +322,24 @@ def test_micro_batch() -> None:
     clamped = planned(LAPTOP, micro_batch=100)
     assert clamped.micro_batch_samples == 32
     assert "more than the global batch" in clamped.reasons["micro_batch_samples"]
+
+
+def test_a_head_in_chunks_has_no_tensor_of_all_logits() -> None:
+    """64 rows of 1,024 tokens times 50,257 are more than 2^31, and are never there at once."""
+    whole = planned("h100", GPT2, BLOCKS, recipe={"max_length": 1024, "batch_size": 64})
+    chunked = dataclasses.replace(GPT2, head_bytes=CHUNK_BYTES)
+    plan = planned("h100", chunked, BLOCKS, recipe={"max_length": 1024, "batch_size": 64})
+    assert whole.micro_batch_tokens == 2**31 // GPT2.vocabulary
+    assert plan.micro_batch_tokens == 64 * 1024
+
+
+def test_the_least_memory_is_that_of_one_sample_and_the_rest_is_kept() -> None:
+    plan, limited = planned(LAPTOP, facts=BLOCKS), planned(LAPTOP, facts=BLOCKS, memory_limit="6GB")
+    assert plan.least_memory_bytes == limited.least_memory_bytes < plan.predicted_peak_memory_bytes
+    assert (plan.usable_memory_bytes / LAPTOP.gpu.memory_bytes, limited.usable_memory_bytes) == (
+        pytest.approx(0.8),
+        6e9,
+    )
 
 
 def test_cpu_micro_batches_stay_small_and_hold_the_longest_sample() -> None:

@@ -61,7 +61,7 @@ def test_a_printed_script_has_a_plan_and_makes_nothing_and_a_submitted_one_its_r
     assert done.returncode == 0, done.stderr
     assert not list(tmp_path.iterdir())
     assert "of 8 CPU cores used" in done.stderr  # 4 of each node, where sinfo does not say
-    assert re.search(r"--time 00:00:05: is too short for the run: about .*, \d+ legs or more", done.stderr)
+    assert re.search(r"--time 00:00:05: \d+ jobs after each other .* saves every 10m and 5 s", done.stderr)
     refused = launch(*words, "--submit", cwd=tmp_path, PATH="/usr/bin/nowhere")
     assert refused.returncode == 2
     assert "there is no sbatch here" in refused.stderr

@@ -23,6 +23,7 @@ from typing import Any
 from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, UserError
 from isobatch.core.flags import options_to_dict
+from isobatch.core.measures import counted, format_duration
 from isobatch.core.package import ROOT, own_command
 from isobatch.core.terminal import print_lines
 from isobatch.engine.machine.detect import detect
@@ -33,7 +34,7 @@ from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.clusters.cluster import refuse_if_in_a_job, whose_job
 from isobatch.launch.clusters.slurm import client, containers
 from isobatch.launch.clusters.slurm import options as slurm_options
-from isobatch.launch.clusters.slurm.legs import JobRequest, seconds_to_stop
+from isobatch.launch.clusters.slurm.legs import JobRequest, seconds_to_stop, stop_seconds
 from isobatch.launch.local.arguments import Request, labelled, parse_sweep
 from isobatch.launch.local.placement import find_or_create, processes_each
 from isobatch.launch.local.run_setup import environment_elsewhere
@@ -112,7 +113,7 @@ def slurm(words: Sequence[str]) -> int:
         runs = _runs_to_submit(requests, family, in_array, kept)
         if runs:
             script, first = _script(runs, name, options, in_array), next(iter(runs))
-            _show_plan(requests[first], runs[first], script, options)
+            script = _show_plan(requests[first], runs[first], script, options)
             _hand_in(runs, requests, script, options)
         elif options.json:
             print(atomic_files.json_text({"job": None, "script": None, "path": None, "runs": []}))
@@ -147,34 +148,43 @@ def _runs_to_submit(
 
 def _show_plan(
     request: Request, run: RunFolder, script: JobScript, options: slurm_options.SlurmOptions
-) -> None:
-    """Say what the job's nodes would make of the first run, as `plan` does, and whether --time is enough."""
+) -> JobScript:
+    """Say what the job's nodes would make of the first run, as `plan` does, and whether --time is enough.
+
+    The script, with the time that a stop takes by this plan.
+    """
     say, here = partial(print_lines, quiet=request.run.quiet), detect()
     like_here = dataclasses.replace(here, kind="cpu", gpus=(), source="asked")
     machine = dataclasses.replace(like_here, nodes=script.nodes, cpus=script.cpus)
     if script.gpus:
         cards = [options.hardware, *(node[2] for node in client.cpus_and_gpus(options.partition))]
-        named = next(filter(None, [*cards, *(gpu.card for gpu in here.gpus)]), None)
-        if named is None:
-            say("no plan, as the nodes' GPUs are not known: --hardware h100 names them")
-            return
+        named = next(filter(None, [*cards, *(gpu.card for gpu in here.gpus)]), "")
         try:
             machine = parse_hardware(f"{script.nodes}x{script.gpus}x{re.sub('^([0-9]+ ?x ?)+', '', named)}")
         except UserError as error:
-            say(f"no plan, for want of the nodes' card, as in --hardware h100: {error}")
-            return
+            why = error if named else "the nodes' GPUs are not known: --hardware h100 names them"
+            say(f"no plan: {why}")
+            return script
     world = processes_each(request, "--nodes", script.nodes, script.gpus) * script.nodes
     asked = dataclasses.replace(request.plan, processes=None)
     target = Target("nodes", request.workload, request.recipe, run.facts, machine, asked, world)
     found, free = estimate(target, {}), estimate(dataclasses.replace(target, world=None), {})
-    say(six_lines(found) if found.plan else f"the plan: {found.why_not}")
+    if found.plan is None or found.size is None:
+        say(f"no plan: {found.why_not}")
+        return script
+    say(six_lines(found))
     if script.gpus and free.plan and free.plan.processes < world:
         takes = short_duration(free.seconds or 0)
         say(f"{free.plan.processes} of the {world} GPUs would take {takes}: more gain little for this batch")
-    limit, seconds = slurm_options.parse_time_limit(script.time), found.seconds or 0
-    if found.interval[1] > limit:
-        legs = f"about {short_duration(seconds)} by plan, {max(1, math.ceil(seconds / limit))} legs or more"
-        say(f"--time {script.time}: {'is' if seconds > limit else 'may be'} too short for the run: {legs}")
+    limit, again = slurm_options.parse_time_limit(script.time), found.parts["start"] + found.parts["compile"]
+    stop = stop_seconds(found.plan.predicted_step_seconds, 12.0 * found.size.trainable)
+    lead = max(script.lead, min(round(stop), limit // 2))
+    each, seconds = max(1.0, limit - lead - again), (found.seconds or 0, *found.interval)
+    count, low, high = (max(1, math.ceil((one - again) / each)) for one in seconds)
+    jobs = "one job" if high == 1 else f"{counted(count, 'job')} after each other ({low} to {high})"
+    saves = f"saves every {request.run.save_every} and {lead} s before its limit, where the next goes on"
+    say(f"--time {script.time}: {jobs} by this plan; each starts in {short_duration(again)}, {saves}")
+    return dataclasses.replace(script, lead=lead)
 
 
 def _hand_in(
@@ -229,7 +239,7 @@ def _script(
         runs={number: run.folder for number, run in runs.items()},
         folder=first.parent / f"slurm-{name}" if in_array else first / "slurm",
         nodes=options.nodes,
-        time=time,
+        time=time if time[-1].isdigit() else format_duration(seconds),
         lead=max(default_lead(seconds), min(measured, seconds // 2)),
         cpus=options.cpus_per_task or _fair_cpus(options),
         gpus=options.gpus_per_node,

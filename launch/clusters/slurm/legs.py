@@ -68,9 +68,7 @@ class JobRequest:
 def seconds_to_stop(run: RunFolder) -> float:
     """Seconds from the signal to the job's end, as measured; 0 before the first step.
 
-    Three steps: the one under way, the one whose reduction carries the stop flag, and the one in which the
-    flag takes effect. One in ten may be slower: a job may have been suspended in it.
-    Two checkpoints: a save under way ends before the last one begins.
+    One step in ten may be slower: a job may have been suspended in it.
     """
     said = (row.get("step_seconds") for row in newest_rows(run.metrics))
     steps = sorted(seconds for seconds in said if isinstance(seconds, float | int))
@@ -79,7 +77,16 @@ def seconds_to_stop(run: RunFolder) -> float:
     folders = [p for p in run.checkpoints.glob("[!.]*-*") if p.is_dir()]
     largest = max((sum(f.stat().st_size for f in p.rglob("*") if f.is_file()) for p in folders), default=0)
     step = steps[int(SLOW_SHARE * (len(steps) - 1))]
-    return float(SHUTDOWN_SECONDS + 3 * step + 2 * largest / SLOW_STORE_BYTES_PER_SECOND)
+    return stop_seconds(step, largest)
+
+
+def stop_seconds(step: float, checkpoint: float) -> float:
+    """Seconds that a stop takes with steps of so many seconds and checkpoints of so many bytes.
+
+    Three steps: the one under way, the one whose reduction carries the stop flag, and the one in which the
+    flag takes effect. Two checkpoints: a save under way ends before the last one begins.
+    """
+    return SHUTDOWN_SECONDS + 3 * step + 2 * checkpoint / SLOW_STORE_BYTES_PER_SECOND
 
 
 def should_save_now(left: float, warned: bool, lead: float, measured: float) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import re
 import shlex
 from collections.abc import Sequence
@@ -9,10 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from isobatch.core.errors import UserError
+from isobatch.core.measures import parse_duration
 from isobatch.core.number_ranges import Count, Positive, Trials
 from isobatch.core.strategies import traits_of
 from isobatch.launch.local.arguments import Request
 from isobatch.launch.local.placement import on_device, processes_each
+from isobatch.launch.local.run_setup import PlannedOptions
 
 SIZE = ("nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "gpus-per-task", "output")
 RESERVED = {
@@ -29,7 +33,7 @@ RESERVED = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SlurmOptions:
+class SlurmOptions(PlannedOptions):
     """Flags of `slurm` beside the recipe's, the plan's and the run's."""
 
     nodes: Positive = 1
@@ -37,7 +41,7 @@ class SlurmOptions:
     gpus_per_node: Count = 0
     """GPUs on each node."""
     time: str | None = None
-    """Time limit of one leg: HH:MM:SS, or any other form of sbatch's. The job requeues itself until done."""
+    """Time limit of one leg: 4h, HH:MM:SS or another of sbatch's. The job requeues itself until done."""
     cpu: bool = False
     """Train on CPUs: for partitions without GPUs."""
     partition: str | None = None
@@ -51,7 +55,8 @@ class SlurmOptions:
     mem: str | None = None
     """As sbatch's: memory per node."""
     hardware: str | None = None
-    """The card of these nodes, for the plan that is shown: h100. By default as sinfo names it."""
+    """The card of these nodes, for the plan that is shown: h100, h100@100gbit with the network between nodes.
+    By default as sinfo names it."""
     cpus_per_task: Positive | None = None
     """Cores on each node; by default a fair share of the smallest node that sinfo shows."""
     array: str | None = None
@@ -77,8 +82,6 @@ class SlurmOptions:
     """Starts of the job at most; by default it goes on while each leg adds a checkpoint."""
     submit: bool = False
     """Submit it and print the job's number."""
-    json: bool = False
-    """One JSON object on standard output."""
 
 
 def join_sbatch_value(words: Sequence[str]) -> list[str]:
@@ -97,6 +100,8 @@ def validated(request: Request, options: SlurmOptions) -> Request:
     if options.time is None:
         raise UserError("slurm: needs --time, the limit of one leg, as in --time 12:00:00")
     parse_time_limit(options.time)
+    if options.submit and options.assume_length:
+        raise UserError("--assume-length: is for the plan that is shown: leave it out where a job trains")
     if (setup := options.setup) and not Path(setup).expanduser().is_file():
         raise UserError(f"--setup {setup}: there is no such file")
     nodes, strategy = options.nodes, request.plan.strategy
@@ -146,7 +151,9 @@ def option_words(flag: str, text: str | None) -> tuple[str, ...]:
 
 
 def parse_time_limit(text: str) -> int:
-    """Seconds of a Slurm time: minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S. Raises UserError."""
+    """Seconds of a Slurm time, minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S, or as in 4h. Raises UserError."""
+    with contextlib.suppress(ValueError):
+        return math.ceil(parse_duration(text))
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text.strip())
     if match is None:
         raise UserError(f"--time {text}: is not a time such as 12:00:00 or 1-00:00:00")
