@@ -274,7 +274,7 @@ def _request(
     try:
         check_request(request, getattr(options_class, "data_is_elsewhere", False))
     except NotHereError as error:
-        if "assume_length" not in flags_of(options_class or PlanOptions):
+        if "assume_length" not in flags_of(options_class or PlanOptions).keys() - request.extra.keys():
             raise
         what, _, why = str(error).partition(": ")
         raise UserError(f"{what}: add --assume-length 512 for a plan without it; else: {why}") from None
