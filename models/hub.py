@@ -215,8 +215,7 @@ def fetch_weights(name: str, revision: str | None, flag: str = "--model") -> str
     if folder and has_weights(folder):
         return str(folder)
     if folder and folder != snapshot(name, revision):
-        lacks = f"holds no {' and no '.join(WEIGHT_FILES)}, or not all parts of one"
-        raise UserError(f"{flag} {name}: {lacks}: copy the whole model there")
+        raise UserError(f"{flag} {name}: holds no {' and no '.join(WEIGHT_FILES)}, nor all parts: copy these")
     with _asking_the_hub(name, revision, flag):
         from huggingface_hub import HfApi, snapshot_download
 

@@ -58,10 +58,12 @@ class OpensItemLists(Protocol):
 
 @runtime_checkable
 class KeepsBaselines(Protocol):
-    """`isobatch evaluate` of a model beside which final/ keeps baselines."""
+    """`isobatch evaluate` of a model beside which final/ keeps baselines, or what answers go by."""
 
-    def kept_metrics(self, model: Any, final: Path, batches: Batches) -> Mapping[str, Any]:
-        """Metrics of the baselines, and how the model stands to them; of `model` only what they need."""
+    def kept_metrics(self, model: Any, final: Path, batches: Batches, facts: Any) -> Mapping[str, Any]:
+        """Metrics of the baselines, and how the model stands to them; of `model` only what they need. `facts`
+        of the run where simple models are to be fitted, too, else None.
+        """
 
 
 Predictor = Callable[[Sequence[Any]], list[dict[str, Any]]]

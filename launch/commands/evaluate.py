@@ -6,7 +6,6 @@ import dataclasses
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -79,11 +78,13 @@ def _measure_samples(run: RunFolder, options: EvaluateOptions) -> Measured:
     splits = [options.split] if options.split else [s for s in run.facts.samples if s != "train"]
     with replay.builder, tempfile.TemporaryDirectory() as folder:
         splits = [_hold_out(replay, options.test, Path(folder))] if options.test else splits
-        task, metrics = replay.state.task, {name: replay.evaluate(name) for name in splits}
+        state, metrics = replay.state, {name: replay.evaluate(name) for name in splits}
         for name, found in metrics.items():
-            if isinstance(task, KeepsBaselines) and run.final.is_dir():
-                batches = partial(host_batches, replay.state.splits[name])
-                found |= task.kept_metrics(replay.state.model, run.final, batches)
+            if isinstance(state.task, KeepsBaselines) and run.final.is_dir():
+                facts = state.facts if options.test else None
+                found |= state.task.kept_metrics(
+                    state.model, run.final, lambda split=name: host_batches(state.splits[split]), facts
+                )
     unfinished = "" if run.status() == "done" else f"; the run is not finished ({run.status()})"
     print_lines(f"{run.folder}: checkpoint {checkpoint}{unfinished}")
     if not options.test:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.models.protocols import ReportRow
 
-ACCURATE = "accurate"
 TIMED = {
     "batch_1": "1 text",
     "batch_32": "32 texts",
@@ -64,11 +63,11 @@ def check_choice(choice: str) -> float | None:
     """
     if choice in BY_COST:
         return None
-    within = "within 0%" if choice == ACCURATE else choice.strip()
+    within = "within 0%" if choice == "accurate" else choice.strip()
     match = re.fullmatch(r"within\s*(\d+(?:\.\d+)?)\s*%", within)
     if match is None or float(match[1]) > 100:
-        valid = ", ".join((*BY_COST, ACCURATE))
-        raise UserError(f'--choose {choice}: give {valid}, or "within 0.5%" (of the most accurate)')
+        valid = ", ".join(BY_COST)
+        raise UserError(f'--choose {choice}: give {valid}, accurate, or "within 0.5%" (of the most accurate)')
     return float(match[1]) / 100
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from isobatch.core.errors import UserError
 from isobatch.core.recipe import DEMO, Recipe
 from isobatch.models import hub, saving
 from isobatch.models.base import Batch, Loss, ModelSize, Rows, StepContext, Sum, Task
+from isobatch.models.encoder import baselines as simple
 from isobatch.models.encoder import calibration, drift, encoders, evaluation, int8, prediction, problems
 from isobatch.models.encoder import export as exporting
 from isobatch.models.encoder.last_layer import compute_first_alone
@@ -29,22 +31,15 @@ if TYPE_CHECKING:
     from isobatch.core.facts import Facts
     from isobatch.models.protocols import Batches
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "tiny": {"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 512},
-    "bert-6l": {"num_hidden_layers": 6},
-}
-"""BERTs to train from scratch; `bert-6l` has the layer widths of BERT-base."""
-LEAST_STEPS = 1000
-"""Fewest steps of a classifier. A small set needs a number of steps, not of epochs: Mosbach et al. 2021, "On
-the Stability of Fine-tuning BERT", train for 20 epochs where there are 2,500 rows; Zhang et al. 2021,
-"Revisiting Few-sample BERT Fine-tuning", find the 96 steps of three epochs of 1,000 rows too few."""
+SITUATIONS = tomllib.loads(Path(__file__).with_name("situations.toml").read_text(encoding="utf-8"))
+"""Workload -> situation -> values of the recipe."""
+PRESETS: Mapping[str, Mapping[str, Any]] = SITUATIONS["presets"]
+"""Sizes of BERTs to train from scratch."""
 SEEN = 200
 """Samples of a class in training, on the mean, that a new head needs at least."""
 FROM_SCRATCH = 0.128
 """The learning rate of a model with random weights, times its width: Adam's is to fall with the width (Yang
 et al. 2021, "Tuning Large Neural Networks via Zero-Shot Hyperparameter Transfer"); 1e-3 for the demo's."""
-FAST = {"max_length": 64, "eval_fraction": 0.5, "least_steps": LEAST_STEPS // 2, "min_delta": 0.005}
-"""Fast mode of all that train a classifier. --min-delta is 2 sentences of half of SST-2's dev split."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,19 +70,7 @@ class Classifier(Task):
 
     Options: ClassVar[type] = ClassifierOptions
     data: ClassVar[type | str | None] = "data.labelled.dataset:Labelled"
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "model": "distilbert/distilbert-base-uncased",
-        "max_length": 128,
-        "batch_size": 32,
-        "lr": 5e-5,
-        "epochs": [3],
-        "least_steps": LEAST_STEPS,
-        "warmup": "5%",
-        "schedule": "linear",
-    }
-    fast: ClassVar[Mapping[str, Any]] = {**FAST, "epochs": [0.6], "eval_every": "50%", "lr": 1e-4}
-    """Half of the steps at twice the rate: their product is how far weights can go."""
-    demo: ClassVar[Mapping[str, Any]] = {"model": "tiny", "max_length": 64, "epochs": [8], "lr": 1e-3}
+    defaults, fast, demo = (SITUATIONS["classifier"][name] for name in ("defaults", "fast", "demo"))
     measured_files: ClassVar[tuple[str, ...]] = (calibration.FILE,)
     follow_ups: ClassVar = ('predict {run} "a" "b"', "report {run}", "auto --task pruning --teacher {run}")
     exports: ClassVar[tuple[str, ...]] = ("hf", "dense", "onnx", int8.DYNAMIC, int8.STATIC)
@@ -318,9 +301,19 @@ class Classifier(Task):
             return kept.metrics(found) if kept.confidences else {}
         return problems.of_folder(final).settled_metrics(lambda: evaluation.predict(run, batches()))
 
-    def kept_metrics(self, model: Any, final: Path, batches: Batches) -> Mapping[str, Any]:
-        run = evaluation.torch_runner(model)
-        return problems.of_folder(final).settled_metrics(lambda: evaluation.predict(run, batches()))
+    def kept_metrics(self, model: Any, final: Path, batches: Batches, facts: Any) -> Mapping[str, Any]:
+        found = evaluation.predict(evaluation.torch_runner(model), batches())
+        problem, settled = problems.of_model(model), problems.of_folder(final)
+        evidence = problem.evidence(found)
+        interval = "{:.4f} to {:.4f}".format(*problem.interval(evidence))
+        metrics = {"samples": len(evidence), f"{problem.headline} within": interval}
+        metrics |= settled.settled_metrics(lambda: found)
+        if metrics.get("temperature") == 1 and (known := settled.kept.confidences):
+            metrics["temperature is 1 as of"] = f"too few rows ({int(known.answered[-1]):,}), all right"
+        for one in simple.standings(problem, found, simple.measured(facts, batches) if facts else ()):
+            metrics[f"{problem.headline} of {one['name']}"] = one["score"]
+            metrics[f"beside {one['name']} the model is"] = one["verdict"]
+        return metrics
 
     def report(self) -> ClassifierReport:
         return ClassifierReport(self.variants)
@@ -379,7 +372,6 @@ class Classifier(Task):
 
 def onnx_variants(exports: Path) -> dict[str, Path]:
     """The ONNX exports that exist in `exports`."""
-    forms = {"fp32": "onnx", "dynamic 8-bit": int8.DYNAMIC, "static 8-bit": int8.STATIC}
-    forms |= {"8-bit": "onnx-int8", "4-bit": "onnx-int4"}
-    files = {f"onnxruntime {k}": exports / form / exporting.ONNX_FILES[form] for k, form in forms.items()}
+    forms = exporting.ONNX_FORMS.items()
+    files = {f"onnxruntime {name}": exports / form / file for form, (file, name) in forms}
     return {name: file for name, file in files.items() if file.is_file()}

@@ -17,7 +17,7 @@ from isobatch.core.flags import Interval
 from isobatch.core.number_ranges import Fraction, Positive, Share
 from isobatch.models.base import CHANGES_SHAPE, Batch, Change, ModelSize, Phase, StepContext
 from isobatch.models.classification.distillation import DistillationOptions, DistilledClassifier
-from isobatch.models.classification.task import FAST
+from isobatch.models.classification.task import SITUATIONS
 from isobatch.models.encoder import encoders, evaluation, importance, weight_surgery
 from isobatch.models.encoder.importance import Granularity, HeadsAndNeurons, PruningBudget
 
@@ -30,11 +30,6 @@ if TYPE_CHECKING:
 
 NUM_REMOVALS = 5
 """How often, over the ramp, masked weights are removed: each time makes the steps after it faster."""
-
-FAST_SPARSITY = 0.5
-"""--sparsity of fast mode: half of the heads and neurons, which went without a loss that can be told from
-chance in two epochs of SST-2 (MiniLM: +0.57 points, McNemar p 0.52); of heads alone it was little. "What
-compression costs in accuracy" in benchmarks/LOG.md."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,19 +62,7 @@ class Pruning(DistilledClassifier):
 
     Options: ClassVar[type] = PruningOptions
     follow_ups: ClassVar = ('predict {run} "a" "b"', "report {run}", "auto --task qat --pruned {run}")
-    defaults: ClassVar = {**DistilledClassifier.defaults, "epochs": [8], "patience": 5, "eval_every": "0.5ep"}
-    fast: ClassVar[Mapping[str, Any]] = {
-        **FAST,
-        "epochs": [1.2],
-        "lr": 1e-4,
-        "eval_every": "12.5%",
-        "patience": 2,
-        "sparsity": FAST_SPARSITY,
-        "prune_every": "20%",
-        "importance_window": 20,
-        "distill_hidden": False,
-    }
-    demo: ClassVar = {**DistilledClassifier.demo, "epochs": [3], "prune_every": 10, "patience": 0}
+    defaults, fast, demo = (SITUATIONS["pruning"][name] for name in ("defaults", "fast", "demo"))
 
     def __init__(self, recipe: Recipe, options: Any) -> None:
         super().__init__(recipe, options)

@@ -15,7 +15,7 @@ from isobatch.core.extras import need
 from isobatch.models import saving
 from isobatch.models.base import CHANGES_SHAPE, Batch, ModelSize, Phase
 from isobatch.models.classification.distillation import DistillationOptions, DistilledClassifier
-from isobatch.models.classification.task import FAST, onnx_variants
+from isobatch.models.classification.task import SITUATIONS, onnx_variants
 from isobatch.models.encoder import encoders, evaluation
 from isobatch.models.encoder import export as exporting
 from isobatch.models.model_card import ModelDescription, usage_lines
@@ -55,9 +55,7 @@ class QAT(DistilledClassifier):
     initial_model_option: ClassVar[str] = "pruned"
     follow_ups: ClassVar = ('predict {run} "a" "b"', "report {run}", "export {run} --to onnx")
     exports: ClassVar[tuple[str, ...]] = ("hf", "dense", "onnx", "onnx-int8", "onnx-int4")
-    defaults: ClassVar[Mapping[str, Any]] = {**DistilledClassifier.defaults, "epochs": [2], "batch_size": 16}
-    fast: ClassVar = {**FAST, "epochs": [0.3], "batch_size": 32, "distill_hidden": False, "least_steps": 250}
-    demo: ClassVar[Mapping[str, Any]] = {**DistilledClassifier.demo, "epochs": [4], "batch_size": 32}
+    defaults, fast, demo = (SITUATIONS["qat"][name] for name in ("defaults", "fast", "demo"))
 
     def __init__(self, recipe: Recipe, options: Any) -> None:
         super().__init__(recipe, options)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from isobatch.core.facts import Facts
     from isobatch.models.base import Batch
     from isobatch.models.encoder.class_metrics import Predictions
-    from isobatch.models.protocols import Batches
+    from isobatch.models.protocols import Batches, ReportRow
 
 FEWEST = 30
 """Held-out samples from which a paired test can tell a good model from a constant answer."""
@@ -51,10 +51,6 @@ class Kind(NamedTuple):
 
 Baseline = tuple[str, "Predictions"]
 """The name of a simple model, and its answers to the held-out samples."""
-Standing = dict[str, Any]
-"""How a model stands to a baseline on the same samples, as JSON: `name` and headline figure (`score`) of the
-baseline, the fields of a `Difference` (the model's figure less the baseline's), and its `verdict`.
-"""
 _kept: dict[str, list[Baseline]] = {}
 """By the fingerprint of the data: the gate and the report of a chain ask for the same ones."""
 
@@ -62,11 +58,12 @@ _kept: dict[str, list[Baseline]] = {}
 def baselines_of(facts: Facts, batches: Batches) -> list[Baseline]:
     """The baselines on the held-out split, the simplest first."""
     if facts.fingerprint not in _kept:
-        _kept[facts.fingerprint] = list(_measured(facts, batches))
+        _kept[facts.fingerprint] = list(measured(facts, batches))
     return _kept[facts.fingerprint]
 
 
-def _measured(facts: Facts, batches: Batches) -> Iterator[Baseline]:
+def measured(facts: Facts, batches: Batches) -> Iterator[Baseline]:
+    """The same of any samples that `batches()` gives."""
     kind, count = KINDS[problems.of_facts(facts).name], len(facts.extra["labels"])
     axes = 2 if kind.fit is None else 1
 
@@ -89,8 +86,9 @@ def _measured(facts: Facts, batches: Batches) -> Iterator[Baseline]:
         yield f"TF-IDF with {kind.name}", dataclasses.replace(asked, logits=logits)
 
 
-def standings(problem: problems.Problem, mine: Predictions, others: Iterable[Baseline]) -> list[Standing]:
-    """The model against each baseline, by the problem's paired test. What was settled for the model, as
+def standings(problem: problems.Problem, mine: Predictions, others: Iterable[Baseline]) -> list[ReportRow]:
+    """How the model stands to each baseline by the problem's paired test: `name` and headline figure
+    (`score`) of the baseline, the fields of the `Difference`, and its `verdict`. What was settled for the model, as
     thresholds, is not for the others.
     """
     evidence, plain = problem.evidence(mine), problems.PROBLEMS[problem.name](problem.labels)
@@ -102,7 +100,7 @@ def standings(problem: problems.Problem, mine: Predictions, others: Iterable[Bas
     return found
 
 
-def why_not_worth_it(found: list[Standing], count: int) -> str:
+def why_not_worth_it(found: list[ReportRow], count: int) -> str:
     """Why a model is no base to make smaller, in words; empty where it is one.
 
     It must be clearly better than the constant answer. TF-IDF must not be ahead of it: clearly, or at all

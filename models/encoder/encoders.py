@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,41 +18,25 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-_KEYS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
-
-
 class Family(NamedTuple):
     """What sets a model type apart whose heads and neurons can be pruned (see modeling_pruned.py)."""
 
-    sizes: tuple[int, int, int, int]
+    sizes: Sequence[int]
     """What a config leaves out."""
     dense: str
     """The linear layer between the encoder and the output layer of the classification head, if it has one."""
-    keys: tuple[str, str, str, str] = _KEYS
+    keys: Sequence[str] = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
     """Config keys of the first of EncoderSizes' fields."""
     ups: int = 1
 
 
-_BASE = (12, 768, 12, 3072)
-_ROBERTA = Family(_BASE, "classifier.dense")
-FAMILIES = {
-    "bert": Family(_BASE, "bert.pooler.dense"),
-    "roberta": _ROBERTA,
-    "xlm-roberta": _ROBERTA,
-    "camembert": _ROBERTA,
-    "distilbert": Family((6, *_BASE[1:]), "pre_classifier", ("n_layers", "dim", "n_heads", "hidden_dim")),
-    "electra": Family((12, 256, 4, 1024), "classifier.dense"),
-    "modernbert": Family((22, 768, 12, 1152), "head.dense", ups=2),
-}
+_TABLES = tomllib.loads(Path(__file__).with_name("families.toml").read_text(encoding="utf-8"))
+FAMILIES = {kind: Family(**values) for kind, values in _TABLES["family"].items()}
 """By model type."""
+UNTRACEABLE = _TABLES["untraceable"].split()
+"""Types of which no ONNX file is made."""
 SEQUENCE, TOKENS = "SequenceClassification", "TokenClassification"
 """What transformers' classes end with that answer a text, and each of its tokens."""
-UNTRACEABLE = (
-    *("canine", "doge", "funnel", "gpt_oss", "hunyuan_v1_moe", "longformer", "minimax", "mixtral", "xlnet"),
-    *("bart", "bigbird_pegasus", "mbart", "mt5", "mvp", "plbart", "t5", "t5gemma", "t5gemma2", "umt5"),
-)
-"""Types of which torch.onnx makes no file, or none that runs (torch 2.13, onnxscript 0.7); and those with
-a decoder beside the encoder, whose classifiers read an end token that not every tokenizer writes."""
 
 
 class EncoderSizes(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,14 +28,9 @@ LOGIT_TOLERANCE = 1e-3
 """Largest allowed difference of a logit."""
 TIE_TOLERANCE = 1e-2
 """How far from the middle between two levels a value may be, in levels, and still round either way."""
-ONNX_FILES = {
-    "onnx": "model.onnx",
-    "onnx-dynamic": "model-dynamic.onnx",
-    "onnx-static": "model-static.onnx",
-    "onnx-int8": "model-int8.onnx",
-    "onnx-int4": "model-int4.onnx",
-}
-"""Form of a model -> the file in its folder. Both of the last come from qat."""
+ONNX_FORMS = tomllib.loads(Path(__file__).with_name("onnx_forms.toml").read_text(encoding="utf-8"))
+ONNX_FILES = {form: file for form, (file, _) in ONNX_FORMS.items()}
+"""Form of a model -> the file in its folder."""
 SIDE_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", CALIBRATION_FILE)
 """Files that an ONNX file needs beside it: the classes' names, the tokenizer, and how to answer."""
 CUSTOM_CODE = ("per_layer_config", "auto_map")

@@ -20,6 +20,7 @@ from isobatch.models.encoder.calibration import DOUBT
 from isobatch.models.encoder.class_metrics import softmax
 from isobatch.models.encoder.drift import Profile
 from isobatch.models.encoder.evaluation import Runner
+from isobatch.models.encoder.export import ONNX_FILES
 
 TextOrPair = str | tuple[str, str]
 WIDTH_MULTIPLE = 8
@@ -28,7 +29,6 @@ TOKENS_AT_A_TIME = 8192
 """Most tokens of a batch, padding included."""
 COLUMNS = ("text_column", "pair_column")
 """Names in config.json's `isobatch` of what was read in training; null for the usual names."""
-ONNX_FILES = ("model-int4.onnx", "model-int8.onnx", "model-static.onnx", "model-dynamic.onnx", "model.onnx")
 TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "config.json"
 
 
@@ -175,7 +175,7 @@ def batches_of_one_width(widths: Sequence[int]) -> Iterator[list[int]]:
 def onnx_file(path: Path) -> Path | None:
     """The ONNX classifier that a path names, itself or as its folder; None where there is none."""
     if path.is_dir():
-        return next((path / name for name in ONNX_FILES if (path / name).is_file()), None)
+        return next((path / name for name in [*ONNX_FILES.values()][::-1] if (path / name).is_file()), None)
     return path if path.suffix == ".onnx" and path.is_file() else None
 
 

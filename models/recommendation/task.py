@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from isobatch.core.facts import Facts
+    from isobatch.models.protocols import Batches
 
 TRAINABLE_PARTS = ("projection", "fusion", "mlp", "ids")
 """What --trainable can name: the parts of the network that train besides the encoder."""
@@ -358,9 +359,7 @@ class Recommender(Task):
         which = "whether the model or a baseline" if self._has_network else "which of the classics"
         return f"nothing tells {which} ranks better: choose by a run with a split"
 
-    def kept_metrics(
-        self, model: Any, final: Path, batches: Callable[[], Iterable[Batch]]
-    ) -> Mapping[str, Any]:
+    def kept_metrics(self, model: Any, final: Path, batches: Batches, facts: Any) -> Mapping[str, Any]:
         """See `models/protocols.py::KeepsBaselines`."""
         from isobatch.models.recommendation import baselines
 

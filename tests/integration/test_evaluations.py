@@ -93,6 +93,25 @@ WRONG = {
 }
 
 
+@pytest.mark.skipif(not has("sklearn"), reason="the extra [baselines]")
+def test_a_classifiers_figures_on_new_rows_are_said_with_their_noise(tmp_path: Path) -> None:
+    """How many rows, an interval, what simple models score there, and why a temperature is 1."""
+    for name, count in (("texts.csv", 60), ("new.csv", 24)):
+        lines_of = [f"{text} {'xy'[n % 2]},{'ab'[n % 2]}\n" for n, text in enumerate(texts(count))]
+        (tmp_path / name).write_text("text,label\n" + "".join(lines_of))
+    flags = ["--model", "tiny", "--vocab-size", "300", "--max-length", "16", "--name", "run", "--quiet"]
+    succeed("auto", "--task", "classifier", "--data", "texts.csv", "--steps", "80", *flags, cwd=tmp_path)
+    said = succeed("evaluate", "runs/run", "--test", "new.csv", cwd=tmp_path).stdout
+    for part in ("samples 24", "accuracy within 0.", "accuracy of the largest class 0.5"):
+        assert part in said
+    assert "accuracy of TF-IDF with logistic regression " in said
+    assert "beside the largest class the model is better" in said
+    found = json.loads(succeed("evaluate", "runs/run", "--test", "new.csv", "--json", cwd=tmp_path).stdout)
+    assert ("temperature is 1 as of" in found["new.csv"]) == (found["new.csv"]["temperature"] == 1.0)
+    low, high = found["new.csv"]["accuracy_ci95"]
+    assert found["new.csv"]["accuracy within"] == f"{low:.4f} to {high:.4f}"
+
+
 def test_files_of_another_kind_are_refused_in_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "texts.csv").write_text(labelled(48))
     flags = ["--model", "tiny", "--vocab-size", "300", "--max-length", "16", "--name", "run"]

@@ -13,7 +13,7 @@ from isobatch.engine.runs.run_folder import Verdict
 from isobatch.launch.commands.auto import auto
 from isobatch.launch.commands.compress import CompressOptions, compress, stages_of
 from isobatch.launch.commands.plan import plan
-from isobatch.models.compression.pruning import FAST_SPARSITY, Pruning
+from isobatch.models.compression.pruning import Pruning
 
 
 def test_fast_mode_trains_long_enough_on_small_data_unless_a_length_is_given() -> None:
@@ -74,7 +74,7 @@ def test_a_stopped_stage_leads_back_to_compress(
 def test_fast_mode_removes_what_was_measured_to_cost_nothing() -> None:
     """benchmarks/LOG.md, accuracy: half of the heads and neurons."""
     recipe, notes = workload("pruning").complete({"mode": "fast"})
-    assert recipe.options["sparsity"] == FAST_SPARSITY == 0.5
+    assert recipe.options["sparsity"] == 0.5
     assert "sparsity 0.5" in notes[-1]
 
 

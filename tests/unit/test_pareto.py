@@ -85,7 +85,7 @@ def test_what_is_copied_is_the_file_with_what_it_needs(tmp_path: Path) -> None:
     final = tmp_path / "final"
     final.mkdir()
     for name in ("model-int4.onnx", "model.safetensors", "config.json", "tokenizer.json", "README.md"):
-        (final / name).write_text(name)
+        (final / name).write_text("{}" if name == "config.json" else name)
     point = Point("small", 1.0, 1, (1.0,), final / "model-int4.onnx", 9)
     (tmp_path / "chosen").mkdir()
     (tmp_path / "chosen" / "earlier.onnx").touch()
