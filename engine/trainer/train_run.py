@@ -114,7 +114,8 @@ def train_run(run: RunOnRank) -> Training:
     """
     folder, world = run.folder, run.world
     if world.is_main:  # now: a child of a process that has grown may count as large as that
-        name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else platform.machine()
+        cpu = f"{platform.machine()} with {torch.backends.cpu.get_cpu_capability()}"
+        name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else cpu
         atomic_files.write_json(folder.folder / "environment.json", environment(name))
     # Of one rank: the file may be a shared one, which another node sees a moment later.
     left_out = world.broadcast_object(left_out_steps(folder) if world.is_main else {})

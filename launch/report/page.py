@@ -40,8 +40,10 @@ class ReportOptions(AnswerOptions):
 def report(words: Sequence[str]) -> int:
     """Usage: report RUN|SWEEP... [--to FOLDER] [--json] [--png]
 
-    Markdown, JSON and one HTML page that opens offline. The first run is the baseline of the others. Of a run
-    that is not done the page shows what there is; of runs/sweep-NAME its table and its best setting's runs.
+    Markdown, JSON and one HTML page that opens offline.
+    The first run is the baseline of the others.
+    Of a run that is not done the page shows what there is.
+    Of runs/sweep-NAME it shows the table and the runs of the best setting.
     """
     positional, options = read_command(words, ReportOptions, "report")
     if not positional:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pytest
 
 from isobatch.core.errors import UserError
+from isobatch.data.base import ArraySource
 from isobatch.data.text import chat_templates
-from isobatch.launch.predicting import tables
+from isobatch.launch.predicting import own_task, tables
 from isobatch.launch.predicting.predict import Answerer, format_row
 from isobatch.launch.predicting.tables import PromptReader, SequenceReader, TextReader, UserReader
 from isobatch.models.encoder.prediction import batches_of_one_width
@@ -150,3 +152,15 @@ def test_each_line_of_a_text_file_is_a_row(tmp_path: Path) -> None:
     rows = list(tables.read_table(str(tmp_path / "asked.txt")))
     assert [row for _, row in rows] == [{"text": "When do you open?"}, {"text": "Where?"}]
     assert rows[1][0].endswith("asked.txt line 3")
+
+
+def test_a_column_that_an_own_tasks_data_reads_too_stands_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "new.csv").write_text("id,x\na,1\nb,2\n")
+    read = ArraySource({"x": np.array([1.0, 2.0])}), [{"id": "a"}, {"id": "b"}]
+    model = SimpleNamespace(answer=lambda *_: [{"y": 0}, {"y": 1}])
+    monkeypatch.setattr(own_task, "_read_rows", lambda *_: read)
+    monkeypatch.setattr(own_task, "OwnModel", lambda _: model)
+    (rows,) = own_task.predict_own_rows(cast("Any", None), str(tmp_path / "new.csv"), None)
+    assert rows == [{"id": name, "x": f"{n + 1}", "sample": n, "y": n} for n, name in enumerate("ab")]
