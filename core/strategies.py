@@ -1,12 +1,15 @@
 """Table of the parallel strategies and their traits: other code asks a trait, never compares a name.
 
-A strategy is a file in engine/strategies and an entry here. `single` and `ddp` hold the whole model on every
-process; the others hold shards of it (Rajbhandari et al. 2020, "ZeRO").
+A strategy is a file in engine/strategies and an entry of strategies.toml. `single` and `ddp` hold the whole
+model on every process; the others hold shards of it (Rajbhandari et al. 2020, "ZeRO").
 """
 
 from __future__ import annotations
 
+import tomllib
+from collections.abc import Collection
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +49,7 @@ class StrategyTraits:
     compiles: bool = True
     """Whether torch.compile can trace it."""
     library: str = "torch"
-    devices: tuple[str, ...] = ("cpu", "cuda", "mps")
+    devices: Collection[str] = ("cpu", "cuda", "mps")
     tried: bool = False
     """Whether `auto` tries it, in the order of the table, where the whole model does not fit on a device."""
 
@@ -56,41 +59,11 @@ class StrategyTraits:
         return self.shards_weights or self.shards_moments or self.offloads
 
 
-_REPLICATED = "engine.strategies.replicated:ReplicatedStrategy"
-_ZERO_1 = StrategyTraits(
-    implementation="engine.strategies.zero:ZeroStrategy",
-    least_processes=2,
-    shards_moments=True,
-    flat_shards=True,
-    copy_bytes=4.0,
-    ends_model=True,
-    takes_fp16=False,
-    library="DeepSpeed",
-    devices=("cpu", "cuda"),
-)
-"""DeepSpeed updates an fp32 copy of the weights in flat partitions."""
-_ZERO_2 = replace(_ZERO_1, tried=True)
-_ZERO_3 = replace(
-    _ZERO_2, shards_weights=True, whole_gradients=False, gathers_half=True, equal_counts=True, compiles=False
-)
-STRATEGIES = {
-    "single": StrategyTraits(implementation=_REPLICATED, most_processes=1, sees_gradients=True),
-    "ddp": StrategyTraits(
-        implementation=_REPLICATED, least_processes=2, sees_gradients=True, overlaps_reduction=True
-    ),
-    "zero1": _ZERO_1,
-    "zero2": _ZERO_2,
-    "zero3": _ZERO_3,
-    "zero3-offload": replace(_ZERO_3, offloads=True, least_processes=1),
-    "fsdp2": replace(  # its shards are flat in that a process has only some rows of a matrix
-        _ZERO_3,
-        implementation="engine.strategies.fsdp2:FullyShardStrategy",
-        copy_bytes=0.0,
-        library="torch",
-        tried=False,
-    ),
-}
+STRATEGIES: dict[str, StrategyTraits] = {}
 """Name -> traits."""
+for _name, _traits in tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")).items():
+    _other = STRATEGIES.get(_traits.pop("like", ""))
+    STRATEGIES[_name] = replace(_other, **_traits) if _other else StrategyTraits(**_traits)
 
 
 def traits_of(strategy: str) -> StrategyTraits:

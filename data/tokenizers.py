@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import tomllib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,22 +22,14 @@ if TYPE_CHECKING:
 
 TRAINING_CHARACTERS = 20_000_000
 END_OF_TEXT = "<|endoftext|>"
-FORMATS = {
-    "json": (("tokenizer.json",),),
-    "bpe": (("encoder.json", "vocab.json"), ("vocab.bpe", "merges.txt")),
-    "wordpiece": (("vocab.txt",),),
-}
+_NAMES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+FORMATS = {kind: [names.split() for names in files] for kind, files in _NAMES["files"].items()}
 """Format -> the names of each of its files."""
 TOKENIZER_FILES = tuple(name for files in FORMATS.values() for names in files for name in names)
 SETTINGS_FILES = ("special_tokens_map.json", "tokenizer_config.json")
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-USUAL_SPECIAL_TOKENS = {
-    "eos": (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "[SEP]"),
-    "bos": (END_OF_TEXT, "<s>", "<|begin_of_text|>", "<bos>", "[CLS]"),
-    "pad": ("<pad>", "[PAD]", "<|pad|>"),
-    "unk": ("<unk>", "[UNK]"),
-}
+USUAL_SPECIAL_TOKENS = {role: tokens.split() for role, tokens in _NAMES["tokens"].items()}
 
 
 @dataclass(frozen=True, slots=True)
