@@ -8,17 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from isobatch.benchmarks.quality import strategies
-from isobatch.tests.integration.helpers import (
-    ROOT,
-    command,
-    figure,
-    furthest,
-    launch,
-    losses,
-    succeed,
-    summary,
-    warm_python,
-)
+from isobatch.tests.integration import helpers
+from isobatch.tests.integration.helpers import ROOT, furthest, losses, succeed, warm_python
 from isobatch.tests.integration.test_bad_input import complaint
 
 if TYPE_CHECKING:
@@ -63,7 +54,7 @@ def test_a_phase_may_train_what_the_one_before_left_frozen(strategy: str, tmp_pa
     two = [*common, "--name", "two", "--again", "--processes", "2", "--strategy", strategy]
     succeed(*two, cwd=tmp_path)
     one, other = tmp_path / "runs" / "one", tmp_path / "runs" / "two"
-    curves = [figure(run) for run in (one, other)]
+    curves = [helpers.figure(run) for run in (one, other)]
     assert len(curves[0]) == 20
     assert furthest(*curves) < 1e-5
     weights, others = (load_file(run / "final" / "model.safetensors") for run in (one, other))
@@ -88,12 +79,12 @@ def test_accelerates_config_decides_the_stage(tmp_path: Path) -> None:
     mine.write_text(config.replace("num_processes: 8", "num_processes: 2"))
     start = [warm_python(), "-m", "accelerate.commands.launch", "--config_file", str(mine)]
     words = [f"{ROOT}/launch/train.py", "--task", RAGGED, "--steps", "5", "--name", "run", "--quiet"]
-    done = command([*start, *words], tmp_path, OMP_NUM_THREADS="1")
+    done = helpers.command([*start, *words], tmp_path, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
-    assert (summary(tmp_path / "runs" / "run")["strategy"]) == "zero3"
+    assert (helpers.summary(tmp_path / "runs" / "run")["strategy"]) == "zero3"
 
 
 def test_a_parameter_that_no_loss_touches_is_refused_under_zero(tmp_path: Path) -> None:
     task = f"{ROOT}/tests/tasks/failing.py:Unused"
     words = ["auto", "--task", task, "--quiet", "--processes", "2", "--strategy", "zero1"]
-    assert "no loss touches idle" in complaint(launch(*words, cwd=tmp_path))
+    assert "no loss touches idle" in complaint(helpers.launch(*words, cwd=tmp_path))
