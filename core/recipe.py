@@ -98,7 +98,7 @@ class Recipe:
     and fewer all."""
     eval_every: Interval | None = None
     """How often to evaluate while training: steps, or a share of the phase (10%) or of an epoch (0.5ep);
-    by default once an epoch."""
+    by default once an epoch, in a phase of more than 50 epochs every second, third, ... one."""
     patience: number_ranges.Count = 0
     """Stop after this many evaluations without improvement and keep the best; 0 never stops early."""
     min_delta: number_ranges.Rate = 0.0

@@ -20,8 +20,9 @@ ReportRow = dict[str, Any]
 class Exports(Protocol):
     """`isobatch export`: a finished model in other forms."""
 
-    exports: ClassVar[tuple[str, ...]]
-    """The forms there are."""
+    @property
+    def exports(self) -> tuple[str, ...]:
+        """The forms there are."""
 
     def export_as(
         self, kind: str, final: Path, folder: Path, facts: Facts, batches: Batches

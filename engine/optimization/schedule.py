@@ -18,6 +18,10 @@ CLOSING_STEPS = 3
 """Steps before the end, and before the best checkpoint, at which one is kept: `verify` redoes these steps."""
 
 
+EVALUATIONS = 50
+"""Most of a phase, where the recipe does not say how often: small data has epochs of a step."""
+
+
 @dataclass(frozen=True, slots=True)
 class PhaseSchedule:
     """A phase with its length and learning rate."""
@@ -65,7 +69,9 @@ def phase_schedules(
             steps,
             steps_per_epoch,
             p.lr or recipe.lr,
-            recipe.eval_every.steps(steps_per_epoch, steps) if recipe.eval_every else steps_per_epoch,
+            recipe.eval_every.steps(steps_per_epoch, steps)
+            if recipe.eval_every
+            else steps_per_epoch * max(1, math.ceil(steps / steps_per_epoch / EVALUATIONS)),
             p.early_stopping,
         )
         for p, steps in zip(phases, lengths, strict=True)

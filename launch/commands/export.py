@@ -79,14 +79,14 @@ def export(words: Sequence[str]) -> int:
 
 def _wanted(task: Exports, name: str, options: ExportOptions) -> list[str]:
     """The forms that were asked for, as the task calls them. Raises UserError."""
-    usual = [kind for kind in task.exports if not kind.startswith(ONLY_ASKED)]
+    usual = [kind for kind in task.exports if not kind.startswith(ONLY_ASKED)] or [*task.exports[:1]]
     whole = [kind.replace("gguf", OLLAMA) for kind in task.exports if kind not in (*usual, "gguf-adapter")]
     forms = {kind.replace("_", "-"): kind for kind in (*task.exports, *whole, HUB)}
     wanted = [kind.replace("_", "-") for kind in options.to] or usual
     if unknown := [kind for kind in wanted if kind not in forms]:
         bits = unknown[0].removeprefix("onnx-int")
         needs = f": `auto --task qat --pruned RUN --bits {bits}` makes such a model" * bits.isdecimal()
-        raise UserError(f"--to {unknown[0]}: {name} exports {', '.join(forms.values())}{needs}")
+        raise UserError(f"--to {unknown[0]}: this {name} run exports {', '.join(forms.values())}{needs}")
     for flag, given in (("--repo", options.repo), ("--private", options.private)):
         if given and HUB not in wanted:
             raise UserError(f"{flag}: says where a model is pushed: add --to hub")

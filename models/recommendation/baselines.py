@@ -97,6 +97,7 @@ def final_figures(
         shares = [f"{float(share):g} {name}" for name, share in fitted[BLEND].arrays.items()]
         best = max(ndcg, key=lambda name: ndcg[name])
         found |= {"blend_of": " + ".join(shares), "best_on_validation": best}
+        found[f"full_ndcg@{k}_on_validation"] = ndcg
     _write(final, net, fitted, best)
     return found | kept_metrics(net, final, batches, k, has_model)
 

@@ -41,8 +41,10 @@ def ranking_loss(
         if options.loss == "sampled-softmax":
             total = sampled_softmax(model, user, item, shared)
         else:
-            calibration = options.calibration if options.loss == "gbce" else 0.0
-            total = generalized_bce(model, user, item, shared, calibration)
+            # gBCE (Petrov and Macdonald 2023, RecSys): with S of I - 1 items drawn alpha = S / (I - 1), and
+            # beta = alpha (t (1 - 1/alpha) + 1/alpha); with t = 1 nothing is overestimated.
+            beta = 1 + options.calibration * (options.loss == "gbce") * (len(shared) / (items - 1) - 1)
+            total = binary_cross_entropy(model, user, item, shared, shared == item[:, None], beta)
     else:
         drawn = step.noise.integers("negatives", (count, 2), items)
         negatives, is_positive = avoid_positives(net, user, drawn)
@@ -78,20 +80,6 @@ def sampled_softmax(model: Any, user: Any, item: Tensor, shared: Tensor) -> Tens
     return softplus(torch.logsumexp(others, 1) + shift - positive[:, 0].float()).sum()
 
 
-def generalized_bce(model: Any, user: Any, item: Tensor, shared: Tensor, calibration: float) -> Tensor:
-    """Binary cross-entropy of each pair and (S,) shared negatives but its own item; the pair's probability
-    is taken to the power beta (gBCE, Petrov and Macdonald 2023, RecSys).
-
-    With S of I - 1 items drawn, alpha = S / (I - 1): beta = alpha (t (1 - 1/alpha) + 1/alpha), where t is the
-    calibration: 0 is plain binary cross-entropy (beta 1), 1 corrects all of what sampling overestimates.
-    """
-    net = getattr(model, "module", model)
-    positive, others = model(user, [item[:, None], shared])
-    beta = 1 + calibration * (len(shared) / (len(net.item_text) - 1) - 1)
-    negative_terms = logsigmoid(-others.float()).masked_fill(shared == item[:, None], 0.0)
-    return -(beta * logsigmoid(positive.float()).sum() + negative_terms.sum())
-
-
 def in_batch_softmax(model: Any, user: Tensor, item: Tensor, cohort: int) -> Tensor:
     """-log softmax of each pair's item among the items of its cohort: `cohort` rows, the last has fewer.
 
@@ -123,12 +111,14 @@ def avoid_positives(net: Any, user: Tensor, drawn: Tensor) -> tuple[Tensor, Tens
 
 
 def binary_cross_entropy(
-    model: Any, user: Tensor, item: Tensor, negatives: Tensor, is_positive: Tensor
+    model: Any, user: Any, item: Tensor, negatives: Tensor, is_positive: Tensor, beta: float = 1.0
 ) -> Tensor:
-    """Binary cross-entropy of each pair and its (B, n) negatives, except those that `is_positive` marks."""
+    """Binary cross-entropy of each pair, whose probability is taken to the power `beta`, and its (B, n) or
+    (S,) shared negatives, except those that `is_positive` marks.
+    """
     positive, scores = model(user, [item[:, None], negatives])
     negative_terms = logsigmoid(-scores.float()).masked_fill(is_positive, 0.0)
-    return -(logsigmoid(positive.float()).sum() + negative_terms.sum())
+    return -(beta * logsigmoid(positive.float()).sum() + negative_terms.sum())
 
 
 def squared_norms(net: Any, user: Tensor, items: Tensor) -> Tensor:

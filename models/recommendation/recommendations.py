@@ -160,8 +160,8 @@ class Recommendations:
 
     def scores(self, user: int) -> Any:
         """(items,) scores of a user by number."""
-        v = self.arrays["items"]
-        return self._pairs(np.broadcast_to(self.arrays["users"][user], v.shape), v) + self.arrays["bias"]
+        room = np.empty((1 + len(self._parts), 1, len(self.items)), self.arrays["items"].dtype)
+        return self._score(np.array([user]), *room)[0][0]
 
     def _pairs(self, u: np.ndarray, v: np.ndarray) -> np.ndarray:
         """(n,) scores of (n, dim) users with (n, dim) items, without the items' bias."""
@@ -535,11 +535,6 @@ class BaselineRecommendations(Recommendations):
             self.arrays = {**self.arrays, "items": self._kept["items"], "bias": self._no_bias}
         if not any(part.by == MODEL for _, part in self._parts):
             self.described = np.zeros_like(self.described)
-
-    def scores(self, user: int) -> Any:
-        if self._parts:
-            return sum(share * standardized(part.scores(user)) for share, part in self._parts)
-        return self.scores_for(self._had(user))
 
     @property
     def has_vectors(self) -> bool:

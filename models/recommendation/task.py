@@ -112,7 +112,6 @@ class Recommender(Task):
         "recommend {run} --out lists.csv",
         "auto --task recommender --from {run}",
     )
-    exports: ClassVar = ("onnx", "vectors", "vectors-als")
     set_beside: ClassVar = (*(f"full_{one}" for one in BASELINES), "full", *BASELINES)
     defaults: ClassVar = {
         **{"model": "small", "batch_size": 2048, "max_length": 64},
@@ -140,6 +139,12 @@ class Recommender(Task):
         ranks = "" if self._has_network else f"{POPULARITY}_"  # the classics are fitted at the end
         self.monitor = (f"full_{ranks}ndcg@{options.top_k}", "max")
 
+    @property
+    def exports(self) -> tuple[str, ...]:
+        """See `models/protocols.py::Exports`: what this network, or the classics, can be written as."""
+        vectors = ("vectors", "vectors-als") if self._has_network else ("vectors-als",)
+        return ("onnx", *vectors) if self.in_sequences else vectors
+
     def phases(self) -> list[Phase]:
         if not self._has_network:
             return [Phase(name="classics", epochs=0.0)]
@@ -159,7 +164,8 @@ class Recommender(Task):
             read = ("model", "tokenizer", "revision", *(() if self.in_sequences else ("max_length",)))
             found |= dict.fromkeys(read, "texts are off")
         if not self._has_network:
-            found |= dict.fromkeys(("epochs", "steps", "ema"), "the classics are not trained by steps")
+            steps = "epochs steps least_steps ema lr weight_decay warmup schedule clip optimizer"
+            found |= dict.fromkeys(steps.split(), "the classics are not trained by steps")
         if self.in_sequences:
             return found
         drawn = self.options.loss == "bce"
@@ -367,9 +373,9 @@ class Recommender(Task):
 
     def final_remark(self, metrics: Mapping[str, Any]) -> str:
         """What ranks the lists; which baseline ranks better than the model, the best of them; what to try."""
-        other = "" if self.recipe.preset else "; try --preset ids"
-        said = _verdict(metrics, self.options.top_k, other) if self._has_network else ""
         best = metrics.get("best_on_validation", MODEL if self._has_network else EASE)
+        other = "; try --preset sequence" if self._has_network and not self.recipe.preset else ""
+        said = _verdict(metrics, self.options.top_k, "this model" if self._has_network else "", other)
         if best == MODEL or best not in BASELINES:
             return said
         lists = f"lists are by {BASELINES[best]} unless --by names another"
@@ -434,8 +440,6 @@ class Recommender(Task):
             from isobatch.models.recommendation.exports import export_vectors
 
             return export_vectors(final, folder, ALS if kind.endswith(ALS) else MODEL)
-        if not self.in_sequences:
-            raise UserError(f"--to {kind}: is for --preset sequence: vectors lie in {final} as they are")
         from isobatch.models.recommendation.exports import export_onnx
 
         shutil.copy(final / recommendations.NAMES_FILE, folder)
@@ -450,8 +454,9 @@ class Recommender(Task):
         )
 
 
-def _verdict(metrics: Mapping[str, Any], k: int, other: str) -> str:
-    """What the held-out users say of the best baseline and the model; `other`: what else to try.
+def _verdict(metrics: Mapping[str, Any], k: int, model: str, other: str) -> str:
+    """What the held-out users say of the best baseline and the model, or where there is none of the two best
+    baselines; `other`: what else to try.
 
     The best is the one on the validation data, where that was no model: to choose it by the figures in which
     it is then held against the model would flatter it. Empty where a received run has no such metrics.
@@ -465,15 +470,18 @@ def _verdict(metrics: Mapping[str, Any], k: int, other: str) -> str:
     if not (figures and isinstance(own, float) and isinstance(users, int)):
         return ""
     best = str(metrics.get("best_on_validation"))
+    model = model or BASELINES.get(best, BASELINES[EASE])
     tuned = best in figures
     if not tuned:  # the model, or nothing was tuned
         best = max(figures, key=lambda name: figures[name][0])
     figure, low, high = figures[best]
-    shown = f"95 %: {low:.4f} to {high:.4f}; {metric} {figure:.4f} against {own:.4f}"
-    if low > 0:
-        said = f"{BASELINES[best]} ranks better than this model by {figure - own:.4f} ({shown}){other}"
-        return said if tuned else f"{said}; `isobatch recommend RUN --by {best}` gives its lists"
-    if high < 0:
-        return ""
-    said = f"the {users:,} held-out users do not tell {BASELINES[best]} and this model apart"
-    return f"{said} (difference, {shown})"
+    better, other_one, sign = (BASELINES[best], model, 1) if figure > own else (model, BASELINES[best], -1)
+    ends = sorted((sign * low, sign * high))
+    shown = f"{abs(figure - own):+.4f} (95 %: {ends[0]:+.4f} to {ends[1]:+.4f}; {metric}"
+    shown += f" {max(figure, own):.4f} against {min(figure, own):.4f})"
+    if ends[0] <= 0:
+        return f"the {users:,} held-out users do not tell {better} and {other_one} apart: {shown}"
+    said = f"{better} ranks better than {other_one} by {shown}"
+    if better == model:
+        return said
+    return said + other if tuned else f"{said}; `isobatch recommend RUN --by {best}` gives its lists"

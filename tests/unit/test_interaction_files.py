@@ -312,7 +312,7 @@ def test_the_columns_of_shops_are_known_and_what_came_back_was_not_taken(header:
 
 
 @pytest.mark.parametrize("order", [None, "day", "month"])
-def test_dates_that_may_begin_with_either_need_a_flag(order: str | None, says: str, tmp_path: Path) -> None:
+def test_dates_that_may_begin_with_either_need_a_flag(order: str | None, tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text("user,item,time\na,x,3/4/2024\na,y,4/2/2024\n")
     table, _ = opened(tmp_path, date_order=order)
     if order is None:

@@ -258,7 +258,7 @@ def metrics_beside(name: str, figure: float, interval: tuple[float, float]) -> d
 def test_a_baseline_that_ranks_better_beyond_doubt_is_named() -> None:
     task = recommender(data="shop")
     metrics = metrics_beside("knn", 0.31, (-0.01, 0.03)) | metrics_beside("ease", 0.32, (0.01, 0.03))
-    said = "EASE ranks better than this model by 0.0200 (95 %: 0.0100 to 0.0300; full_ndcg@10 0.3200 against"
+    said = "EASE ranks better than this model by +0.0200 (95 %: +0.0100 to +0.0300; full_ndcg@10 0.3200"
     assert task.final_remark(metrics).startswith(said)
     assert "--by ease" in task.final_remark(metrics)
     assert recommender(data="demo").final_remark(metrics).startswith(said)
@@ -267,10 +267,12 @@ def test_a_baseline_that_ranks_better_beyond_doubt_is_named() -> None:
 def test_a_difference_that_may_be_chance_is_said_to_be_one() -> None:
     task, metrics = recommender(data="shop"), metrics_beside("popularity", 0.31, (-0.01, 0.03))
     assert task.final_remark(metrics).startswith(
-        "the 800 held-out users do not tell popularity alone and this model apart (difference, 95 %: -0.0100"
+        "the 800 held-out users do not tell popularity alone and this model apart: +0.0100 (95 %: -0.0100"
     )
     worse = metrics_beside("ease", 0.2, (-0.12, -0.08))
-    assert task.final_remark(worse) == ""
+    assert task.final_remark(worse).startswith(
+        "this model ranks better than EASE by +0.1000 (95 %: +0.0800 to +0.1200; full_ndcg@10 0.3000 against"
+    )
     hostile = {"full_ease_ndcg@10_difference_ci95": 3, "held_out_users": None, "full_ndcg@10": "x"}
     for received in ({name: value} for name, value in hostile.items()):
         assert task.final_remark({**metrics_beside("ease", 0.4, (0.05, 0.15)), **received}) == ""
@@ -280,8 +282,11 @@ def test_the_baseline_that_was_best_on_validation_is_held_against_the_model() ->
     task = recommender(data="shop")
     metrics = metrics_beside("knn", 0.33, (0.02, 0.04)) | metrics_beside("ease", 0.32, (0.01, 0.03))
     said = task.final_remark({**metrics, "best_on_validation": "ease"})
-    assert said.startswith("EASE ranks better than this model by 0.0200 (")
+    assert said.startswith("EASE ranks better than this model by +0.0200 (")
     assert said.endswith("lists are by EASE unless --by names another")
+    classics = recommender(data="shop", head="none", text="off")
+    said = classics.final_remark({**metrics_beside("knn", 0.2, (-0.2, -0.05)), "best_on_validation": "als"})
+    assert said.startswith("ALS ranks better than item-kNN by +0.1000 (95 %: +0.0500 to +0.2000")
     assert task.final_remark({**metrics, "best_on_validation": "model"}).startswith("item-kNN ranks better")
 
 
