@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,7 @@ BASKETS = ("items", "products", "articles", "skus")
 FIELD = re.compile(r"[^\s,;|]+")
 """A user or an item in a sequence."""
 ID_TYPES = re.compile("(large_)?string$|u?int|double|float|halffloat|dictionary|decimal|bool|date|null")
+DATE = r"^(?P<day>\d\d?)[./-](?P<month>\d\d?)[./-](?P<year>\d{4})"
 LINE = "line"
 """The column of users where the number of a line is its user."""
 WHOLE_DECIMAL = re.compile(r"(-?\d+)\.0*")
@@ -58,7 +59,7 @@ def some_ids(names: Iterable[str]) -> str:
     return ", ".join(itertools.islice(names, 3))
 
 
-@dataclass(frozen=True)  # without slots it keeps what it has found of its dates
+@dataclass(frozen=True, slots=True)
 class Table:
     """A table of interactions."""
 
@@ -107,33 +108,25 @@ class Table:
         whose = compute.list_parent_indices(items)
         return {**{n: values.take(whose) for n, values in cells.items()}, "item": compute.list_flatten(items)}
 
-    @cached_property
-    def _day_first(self) -> bool:
-        """Whether dates such as 3/4/2024 begin with the day: a number above 12 in the column tells."""
-        from pyarrow import compute
-
-        column, first = self.columns["time"], r"^\s*(?P<day>\d\d?)[/-](?P<month>\d\d?)[/-]\d{4}"
-        for batch in self.read() if self.date_order is None else ():
-            parts = compute.extract_regex(batch[column].cast("string"), first)
-            for order in ("day", "month"):
-                if (compute.max(compute.struct_field(parts, order).cast("int8")).as_py() or 0) > 12:
-                    return order == "day"
-        if self.date_order is None:
-            either = "days or months may come first in it, as in 3/4/2024"
-            raise UserError(f"{self.name}: {column}: {either}: say --date-order day, or month")
-        return self.date_order == "day"
-
     def _as_iso(self, texts: pa.Array) -> pa.Array:
         """Texts of dates such as 31.12.2024, and 31/12/2024 or 12/31/2024, as 2024-12-31."""
         from pyarrow import compute
 
-        for mark in ("[.]", "[/-]"):
-            date = rf"^(\d\d?){mark}(\d\d?){mark}(\d{{4}})"
-            if compute.any(compute.match_substring_regex(texts, date)).as_py():
-                iso = r"\3-\2-\1" if mark == "[.]" or self._day_first else r"\3-\1-\2"
-                texts = compute.replace_substring_regex(texts, date, iso)
-                texts = compute.replace_substring_regex(texts, r"([- ])(\d)\b", r"\10\2")
-        return texts
+        parts = compute.extract_regex(texts, DATE)
+        day, month = (
+            compute.max(compute.struct_field(parts, n).cast("int8")).as_py() for n in ("day", "month")
+        )
+        if day is None:
+            return texts
+        is_dotted = compute.any(compute.match_substring_regex(texts, r"^\d\d?[.]")).as_py()
+        order = self.date_order or ("day" if is_dotted or day > 12 else "month" if month > 12 else None)
+        if order is None:
+            either = f"{self.columns['time']}: the day or the month may come first, as in 3/4/2024"
+            raise UserError(f"{self.name}: {either}: say --date-order day, or month")
+        iso = r"\3-\2-\1" if order == "day" else r"\3-\1-\2"
+        return compute.replace_substring_regex(
+            compute.replace_substring_regex(texts, DATE, iso), r"([- ])(\d)\b", r"\10\2"
+        )
 
     def _checked(self, name: str, values: pa.Array, before: int) -> pa.Array:
         """The values as `batches` gives them. Raises UserError where one is missing or cannot be that."""

@@ -305,17 +305,13 @@ class Recommendations:
             raise RecommendationError(
                 f"{names}: {UNTRAINED}, so that nothing is told of a user by it: {WAY_OUT}"
             )
-        return self._entries(*self._lists_for(telling, weights[kept], taken, top))
-
-    def _lists_for(self, telling: np.ndarray, weights: np.ndarray, taken: np.ndarray, top: int) -> Any:
-        """`lists` of one user who was not in training, by the different items that tell something of them."""
-        scores, *close = self._by_vectors(self.new_user(telling, weights)[None])
-        return self._top(scores, taken, top, *close)
+        scores = self.scores_for(telling, weights[kept])
+        return self._entries(*self._top(scores[None], taken, top))
 
     def scores_for(self, taken: np.ndarray, amounts: Any = 1.0) -> Any:
         """(items,) scores for a user who was not in training and took these different items, by number."""
         vector = self.new_user(taken, amounts * np.ones(len(taken)))
-        return self.arrays["items"] @ vector + self.arrays["bias"]
+        return (self.arrays["items"] * vector).sum(1) + self.arrays["bias"]  # the same for equal vectors
 
     @cached_property
     def _known(self) -> Any:
@@ -589,9 +585,6 @@ class BaselineRecommendations(Recommendations):
             dense = np.zeros((items, items), np.float32)
             np.add.at(dense, (_spans(starts, np.arange(items))[0], targets), values)
         return targets, values, dense
-
-    def _lists_for(self, telling: np.ndarray, weights: np.ndarray, taken: np.ndarray, top: int) -> Any:
-        return self._top(self.scores_for(telling, weights)[None], taken, top)
 
     def scores_for(self, taken: np.ndarray, amounts: Any = 1.0) -> Any:
         """(items,) scores of a user who took these different items, by number."""
