@@ -24,9 +24,7 @@ def runs_table(runs: list[dict[str, Any]]) -> list[list[str]]:
         cells |= {in_words(name): format_value(v) for name, v in scalars.items()}
         before = found if isinstance(found := run.get("before"), dict) else {}
         cells |= {f"{in_words(n)} before training": format_value(v) for n, v in before.items() if n in BEFORE}
-        if (
-            run.get("steps") != 0
-        ):  # else no step has trained them, as in a fit of the classics
+        if run.get("steps") != 0:  # else no step has trained them, as in a fit of the classics
             cells["parameters"] = _figure(run["parameters"], "{:,}".format)
             cells["trained"] = _figure(run["trainable_parameters"], "{:,}".format)
         cells["memory"] = _figure(run["peak_memory_bytes"], format_bytes)

@@ -76,7 +76,8 @@ def kept_rows(
         rows[np.setdiff1d(np.flatnonzero(rows < 0), trained[what])] = -2
         found[f"{what}_bias.weight"] = rows
         found[f"{what}_ids.weight"] = np.where(rows < 0, -2, rows) if reads_texts else rows
-    line = f"--from {final.parent}: {'; '.join(said)}"
+    whole = "; --data should hold all interactions, not those of a day alone" * (2 * gone > before[what])
+    line = f"--from {final.parent}: {'; '.join(said)}{whole}"
     if not (fits or reads_texts):
         way = f"give data with the ids of that run, or --like {final.parent}, which takes its recipe alone"
         raise UserError(f"{line}: {way}")
@@ -97,7 +98,7 @@ def trained_before(final: Path, folder: str | Path) -> str:
         learnt = np.setdiff1d(file.get_tensor("had"), file.get_tensor("held_out"))
     same = int((np.isin(user * before["item"] + item, learnt) & (user >= 0) & (item >= 0)).sum())
     said = f"it was trained on {same:,} of the {len(user):,} interactions that are held out now"
-    way = "figures flatter it: keep its --split, and begin with a run that holds out"
+    way = "figures flatter it, but for what was bought again: keep its --split, and begin with a run that has one"
     return f"--from {final.parent}: {said}, so that {way}" if same else ""
 
 
