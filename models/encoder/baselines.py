@@ -87,9 +87,9 @@ def measured(facts: Facts, batches: Batches) -> Iterator[Baseline]:
 
 
 def standings(problem: problems.Problem, mine: Predictions, others: Iterable[Baseline]) -> list[ReportRow]:
-    """How the model stands to each baseline by the problem's paired test: `name` and headline figure
-    (`score`) of the baseline, the fields of the `Difference`, and its `verdict`. What was settled for the model, as
-    thresholds, is not for the others.
+    """How the model stands to each baseline by the problem's paired test: `name` and headline figure,
+    `score`, of the latter, the fields of the `Difference`, and its `verdict`. What was settled for the
+    model, as thresholds, is not for the others.
     """
     evidence, plain = problem.evidence(mine), problems.PROBLEMS[problem.name](problem.labels)
     found = []
