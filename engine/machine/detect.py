@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from isobatch.core.errors import UserError
-from isobatch.engine.machine.gpu_table import MIB, PCIE, Gpu, find_gpu_model, is_mobile
+from isobatch.engine.machine.gpu_table import MIB, PCIE, Gpu, find_gpu_model
 from isobatch.engine.machine.hardware import Hardware, apple_machine
 
 GRANTED_CPUS = "ISOBATCH_CPUS"
@@ -250,7 +250,6 @@ def make_gpu(
         name=name,
         memory_bytes=memory,
         compute_capability=capability,
-        mobile=is_mobile(name),
         supported=runs and not why_unusable,
         why_unusable=why_unusable,
         peak_flops=known.gpu.peak_flops if known else cautious,

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MIB = 2**20
-LAPTOP = r"laptop|mobile|max-q"
+LAPTOP = r"laptop|mobile|max-q|apple"
 PCIE = 10e9
 """Bytes/s between GPUs without NVLink and without peer-to-peer copies (with them, over PCIe 4: 20e9)."""
 
@@ -33,7 +33,6 @@ class Gpu:
     memory_bytes: int
     compute_capability: tuple[int, int]
     """(major, minor); (0, 0) for other than NVIDIA GPUs."""
-    mobile: bool = False
     supported: bool = True
     """Whether this torch can use it."""
     why_unusable: str = ""
@@ -49,6 +48,11 @@ class Gpu:
         """The name of its row in the table of GPUs, if it has one."""
         found = find_gpu_model(self.name)
         return found.gpu.name if found else None
+
+    @property
+    def mobile(self) -> bool:
+        """Whether its name is that of a laptop's."""
+        return re.search(LAPTOP, self.name, re.IGNORECASE) is not None
 
     @property
     def capability(self) -> str:
@@ -75,11 +79,6 @@ class GpuModel:
     node_bandwidth: float
 
 
-def is_mobile(name: str) -> bool:
-    """Whether a GPU's name is that of a laptop version."""
-    return re.search(LAPTOP, name, re.IGNORECASE) is not None
-
-
 def _model(row: Mapping[str, str]) -> GpuModel:
     """The columns' units: MiB; TFLOP/s in fp32, and in fp16 and (from 8.0 on) bf16; GB/s; GiB."""
     major, minor = map(int, row["capability"].split("."))
@@ -88,7 +87,6 @@ def _model(row: Mapping[str, str]) -> GpuModel:
         name=row["name"],
         memory_bytes=int(row["mib"]) * MIB,
         compute_capability=(major, minor),
-        mobile=is_mobile(row["name"]),
         peak_flops={
             "fp32": float(row["fp32_tflops"]) * 1e12,
             "fp16": half,

@@ -114,7 +114,6 @@ def apple_machine(ram_bytes: int, cpus: int, source: Literal["detected", "asked"
         name="Apple GPU",
         memory_bytes=ram_bytes * 3 // 4,
         compute_capability=(0, 0),
-        mobile=True,
         peak_flops={"fp32": 3.6e12, "fp16": 3.6e12, "bf16": None},
         memory_bandwidth=100e9,
     )

@@ -117,11 +117,7 @@ def micro_batch_seconds(case: PlanningCase, choices: ExecutionChoices) -> float:
     fixed += steps * calibration.RECURRENT_STEP_SECONDS
     known = case.constants
     launch = known.launch_seconds + known.layer_launch_seconds * layers
-    return launch * (known.compiled_launch if _compiled(case, choices) else 1.0) + fixed
-
-
-def _compiled(case: PlanningCase, choices: ExecutionChoices) -> bool:
-    return case.compile and choices.traits.compiles
+    return launch * (known.compiled_launch if case.compile and choices.traits.compiles else 1.0) + fixed
 
 
 def token_seconds(case: PlanningCase, choices: ExecutionChoices) -> float:
@@ -136,7 +132,7 @@ def token_seconds(case: PlanningCase, choices: ExecutionChoices) -> float:
     if case.device == "cpu":
         return seconds + case.local(choices.processes) * passes * _elementwise_seconds(case, choices)
     known = case.constants
-    moves = known.compiled_traffic if _compiled(case, choices) else known.traffic
+    moves = known.compiled_traffic if case.compile and choices.traits.compiles else known.traffic
     kept = kept_bytes_per_token(case.model_size, choices, round(length))
     return seconds + moves * passes * kept / memory_bandwidth(case)
 

@@ -15,8 +15,7 @@ from isobatch.core import hub_cache
 from isobatch.core.errors import UserError
 from isobatch.models import hub
 
-Config = dict[str, Any]
-KNOWN_MODELS: dict[str, Config] = json.loads(Path(__file__).with_suffix(".json").read_text())
+KNOWN_MODELS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text())
 """Hub id -> the numbers of its config.json."""
 
 
@@ -34,7 +33,7 @@ def plain(name: str) -> str:
     return re.sub(rf"^meta-|-({COPIES})(?=-|$)|[-_ ]", "", name.lower().rpartition("/")[2])
 
 
-def load_config(name: str, revision: str | None) -> Config:
+def load_config(name: str, revision: str | None) -> dict[str, Any]:
     """A model's config from its folder or the cache, of which config.json is enough; or from this table; or
     from the hub. Raises UserError.
     """

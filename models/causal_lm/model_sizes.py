@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from isobatch.models import hub
 from isobatch.models.base import ModelSize
@@ -48,8 +48,7 @@ def context_length(config: Mapping[str, Any]) -> int | None:
     return next((int(config[name]) for name in CONTEXT_KEYS if config.get(name)), None)
 
 
-@dataclass(frozen=True, slots=True)
-class Matrix:
+class Matrix(NamedTuple):
     """A weight matrix of a transformer block."""
 
     name: str
