@@ -7,12 +7,15 @@ import errno
 import json
 import math
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from isobatch.core.errors import UserError
+from isobatch.core.errors import DiskFullError, UserError
+from isobatch.core.measures import format_bytes
 
+FULL = (errno.ENOSPC, errno.EDQUOT)
 NOT_FINITE = "not_finite"
 """Field of a JSON object that says which of its fields were NaN or infinite: these are null."""
 
@@ -20,7 +23,7 @@ NOT_FINITE = "not_finite"
 def write_text(path: Path, text: str) -> None:
     """Write atomically (write, sync, rename): a reader sees the old content or the new, never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with explain_write_errors(path), temporary.open("w", encoding="utf-8") as stream:
+    with explain_write_errors(path, len(text)), temporary.open("w", encoding="utf-8") as stream:
         stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())
@@ -125,16 +128,28 @@ def share_as_umask_allows(folder: Path) -> None:
         path.chmod(0o666 & ~umask)
 
 
+def disk_full(path: str | Path, error: BaseException, needed: int = 0) -> DiskFullError | None:
+    """The error for a file that has no room, with its `needed` bytes; None where the system says another."""
+    is_of_system = isinstance(error, OSError | RuntimeError)
+    if getattr(error, "errno", None) not in FULL and not (is_of_system and "No space left" in str(error)):
+        return None
+    folder = next(parent for parent in Path(path).absolute().parents if parent.is_dir())
+    free, takes = format_bytes(shutil.disk_usage(folder).free), f", it takes {format_bytes(needed)}"
+    reason = getattr(error, "strerror", None) or "No space left on device"
+    said = f"cannot write {path}: {reason} ({free} are free there{takes if needed else ''})"
+    return DiskFullError(f"{said}; make some, then go on with `resume`")
+
+
 @contextlib.contextmanager
-def explain_write_errors(path: Path) -> Iterator[None]:
-    """Raise UserError, naming `path`, where a write inside fails: a full disk, no permission."""
+def explain_write_errors(path: Path, needed: int = 0) -> Iterator[None]:
+    """Raise UserError, naming `path`, where a write inside fails; DiskFullError on a full disk, with how many
+    bytes are `needed` where that is known.
+    """
     try:
         yield
     except (OSError, RuntimeError) as error:
-        number = getattr(error, "errno", None)
-        full = number in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
-        if number is None and not full:
+        if full := disk_full(path, error, needed):
+            raise full from None
+        if not isinstance(error, OSError) or error.errno is None:
             raise
-        reason = getattr(error, "strerror", None) or "No space left on device"
-        remedy = "make some, then go on with `resume`" if full else "choose another place"
-        raise UserError(f"cannot write {path}: {reason}; {remedy}") from None
+        raise UserError(f"cannot write {path}: {error.strerror}; choose another place") from None

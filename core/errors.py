@@ -23,7 +23,8 @@ class IsobatchError(Exception):
     exit_code: ClassVar[int] = BUG
     cause: str = ""
     """Why a restart may succeed: `memory` (with a smaller budget), `job memory` (the same, once), `lost`
-    (a process died) or `spike` (without some steps); else empty. `planned`: a sweep had it stop there."""
+    (a process died), `spike` (without some steps) or `disk` (with more space); else empty. `planned`: a sweep
+    had it stop there."""
 
 
 class UserError(IsobatchError, ValueError):
@@ -46,6 +47,13 @@ def refuse(wrong: Mapping[str, object]) -> None:
 def first_line(error: BaseException) -> str:
     """What an error of a library says in its first line; its kind where it says nothing."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+class DiskFullError(UserError):
+    """A disk or a quota is full: another attempt may succeed once there is space, so exit 3."""
+
+    exit_code = FAILED
+    cause = "disk"
 
 
 class UserCodeError(UserError):

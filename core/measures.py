@@ -74,16 +74,17 @@ def printable(text: object) -> str:
 
 
 def wrapped(text: str, width: int) -> str:
-    """Text whose lines have at most `width` characters: longer ones are broken at spaces, longer words where
-    they stand, and go on below with an indent.
+    """Text whose lines have at most `width` characters: longer ones are broken at spaces and go on below with
+    an indent; a longer word, such as a path, stays whole.
     """
-    lines = ([s] if len(s) <= width else _broken(s, width, "  ") for s in text.split("\n"))
+    lines = ([s] if len(s) <= width else _broken(s, width, "  ", False) for s in text.split("\n"))
     return "\n".join(itertools.chain(*lines))
 
 
-def _broken(line: str, width: int, indent: str = "") -> list[str]:
-    parts = textwrap.wrap(_held(line), width, subsequent_indent=indent, break_on_hyphens=False)
-    return [part.replace("\xa0", " ") for part in parts] or [""]
+def _broken(line: str, width: int, indent: str = "", cuts_words: bool = True) -> list[str]:
+    wrapper = textwrap.TextWrapper(width, subsequent_indent=indent, break_on_hyphens=False)
+    wrapper.break_long_words = cuts_words
+    return [part.replace("\xa0", " ") for part in wrapper.wrap(_held(line))] or [""]
 
 
 def _held(line: str) -> str:

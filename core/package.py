@@ -28,9 +28,9 @@ CACHE = "ISOBATCH_CACHE"
 
 
 def cache_folder() -> Path:
-    """Where prepared data is kept: $ISOBATCH_CACHE, else the user's cache folder."""
+    """Where prepared data is kept, as a whole path: $ISOBATCH_CACHE, else the user's cache folder."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get(CACHE) or Path(base) / "isobatch")
+    return Path(os.environ.get(CACHE) or Path(base) / "isobatch").expanduser().absolute()
 
 
 def load(place: str) -> Any:

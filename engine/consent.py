@@ -134,7 +134,7 @@ def is_allowed(recipe: Recipe) -> bool:
 def check(recipe: Recipe) -> None:
     """Raise UserError where the recipe brings code that may not run in this process."""
     if not is_allowed(recipe):
-        raise _refusal(recipe.task, {CODE: [recipe.task]})
+        raise _refusal(recipe.task, {CODE: [*code_of(recipe, None)]})
 
 
 def require(

@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from isobatch.core.errors import BUG, DONE, INTERRUPTED, STOPPED, UserCodeError, UserError
-from isobatch.core.measures import printable
 from isobatch.core.package import load
-from isobatch.core.terminal import doing, fitted, start_status, stopped_status
+from isobatch.core.terminal import doing, fitted, print_lines, start_status, stopped_status
 from isobatch.engine.distributed.device_memory import allocator_settings
 from isobatch.engine.distributed.stop_signals import TerminatedError, end_early_on_signals
 from isobatch.engine.runs.classify_errors import classify
@@ -109,7 +108,7 @@ def _run(words: Sequence[str]) -> int:
         return show_help(words)
     name, rest = find_command(words)
     if words[0] in MEANT:
-        print(f"{words[0]}: {MEANT[words[0]]} isobatch {name} {shlex.join(rest)}", file=sys.stderr)
+        print_lines(f"{words[0]}: {MEANT[words[0]]} isobatch {name} {shlex.join(rest)}")
     if name in ("auto", "resume"):
         end_early_on_signals()
     if "--quiet" not in words:
@@ -194,10 +193,10 @@ def guarded(action: Callable[[], int], debug: bool = False) -> int:
         with stopped_status():
             return action()
     except TerminatedError:
-        print("isobatch: stopped by a signal; what was saved before stands", file=sys.stderr)
+        print_lines("isobatch: stopped by a signal; what was saved before stands")
         return STOPPED
     except KeyboardInterrupt:
-        print("isobatch: interrupted; the same command goes on, or begins anew", file=sys.stderr)
+        print_lines("isobatch: interrupted; the same command goes on, or begins anew")
         return INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -209,5 +208,5 @@ def guarded(action: Callable[[], int], debug: bool = False) -> int:
             return BUG if error is None else error.exit_code
         if isinstance(error, UserCodeError):
             sys.stderr.write(error.frames)
-        print(printable(f"isobatch: {' '.join(str(error).split())}"), file=sys.stderr)
+        print_lines(f"isobatch: {' '.join(str(error).split())}")
         return error.exit_code

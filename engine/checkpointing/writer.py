@@ -49,7 +49,7 @@ class CheckpointWriter:
         self.folder: Path | None = None
         """Of the checkpoint in progress; None where there is none."""
         self._thread = threading.Thread()
-        self._problem = ""
+        self._problem: UserError | None = None
         self._sums: dict[str, int | str] = {}
         self._text_sums: dict[str, str] = {}
         self._layout: Layout | None = None
@@ -61,7 +61,7 @@ class CheckpointWriter:
         # The widest element types first, as safetensors does, so that all tensors are aligned.
         pieces = sorted(state.pieces, key=lambda p: (-p.values.element_size(), p.name, p.start))
         layout = self._layout_of(state, pieces)
-        self.folder, self._problem = folder, ""
+        self.folder, self._problem = folder, None
         part = layout.parts[self.world.rank]
         header = layout.header(part.file) if part.start == 0 else b""
         self._buffer.fill([p.values.detach() for p in pieces], header)
@@ -93,7 +93,7 @@ class CheckpointWriter:
         temporary, part = temporary_of(folder), layout.parts[self.world.rank]
         path, size = temporary / layout.files[part.file], part.stop - part.start
         try:
-            with atomic_files.explain_write_errors(temporary):
+            with atomic_files.explain_write_errors(folder, sum(layout.sizes)):
                 temporary.mkdir(parents=True, exist_ok=True)
                 self._sums = self._buffer.write(path, part.start, size, layout.sizes[part.file])
                 if self.world.is_main:
@@ -101,9 +101,9 @@ class CheckpointWriter:
                     atomic_files.write_json(temporary / "state.json", facts)
                     self._text_sums = {name: bytes_digest(temporary / name) for name in TEXTS}
         except UserError as error:
-            self._problem = str(error)
+            self._problem = error
         except BaseException as error:  # also a panic in Rust, else it would count as written
-            self._problem = f"cannot write {temporary}: {error!r}"
+            self._problem = UserError(f"cannot write {temporary}: {error!r}")
 
     def rank_flags(self) -> list[float]:
         """[1 if this rank has written its part, 1 if its write failed], to be summed over ranks."""
@@ -129,7 +129,7 @@ class CheckpointWriter:
         if problems := [problem for problem, _ in ended if problem]:
             if self.world.is_main:
                 shutil.rmtree(temporary_of(folder), ignore_errors=True)
-            raise UserError(problems[0])
+            raise problems[0]
         if self.world.is_main:
             sums = {**self._text_sums, "parts": [sums for _, sums in ended]}
             atomic_files.write_json(temporary_of(folder) / CHECKSUMS, sums)

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import FrameType
 
 from isobatch.core import errors
+from isobatch.core.atomic_files import disk_full
 
 _MEMORY = (
     *("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc", "alloc_failed"),
@@ -25,9 +26,8 @@ def classify(error: BaseException) -> errors.IsobatchError | None:
     """The isobatch error that an exception stands for, or None for a bug of ours."""
     if isinstance(error, errors.IsobatchError):
         return error
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        where = f" to write {error.filename}" if error.filename else ""
-        return errors.UserError(f"no space left on device{where}: make some, then go on with `resume`")
+    if full := disk_full(getattr(error, "filename", None) or "a file", error):
+        return full
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return errors.UserError(
             f"{str(error.filename)[:80]}...: is too long for a file's name: take a shorter one"

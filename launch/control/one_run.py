@@ -16,7 +16,7 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, FAILED, STOPPED, UserError
 from isobatch.core.measures import format_bytes, printable, wait_for
 from isobatch.core.number_ranges import Positive
-from isobatch.core.terminal import doing, format_metrics, print_answer, rendered
+from isobatch.core.terminal import doing, format_metrics, print_answer, print_lines, rendered
 from isobatch.engine import consent
 from isobatch.engine.runs.log_reader import newest_rows
 from isobatch.engine.runs.run_folder import RunFolder
@@ -69,7 +69,7 @@ def _newest_checkpoint(run: RunFolder) -> str:
 
 def _wait_for_end(run: RunFolder) -> RunView:
     """Wait until nobody trains the run. Raises UserError where it does not end."""
-    print(f"isobatch: waiting until {run.folder} has ended", file=sys.stderr)
+    print_lines(f"isobatch: waiting until {run.folder} has ended")
     doing(f"waiting for {run.folder}")
     if not wait_for(lambda: look(run.folder).is_over, WAIT_SECONDS, LOOK_SECONDS):
         raise UserError(f"{run.folder} has not ended within {WAIT_SECONDS:g} s: --now ends it at once")
@@ -101,7 +101,7 @@ def logs(words: Sequence[str]) -> int:
     if not log.path.exists():
         seen = look(run.folder)
         state = f"{seen.state}; {seen.job}".removesuffix("; ")
-        print(f"{run.folder} has no log yet (it is {state})", file=sys.stderr)
+        print_lines(f"{run.folder} has no log yet (it is {state})")
     log.print_new(options.lines)
     return _follow(run, log) if options.follow else DONE
 
@@ -143,7 +143,7 @@ def _follow(run: RunFolder, log: LogReader) -> int:
         log.print_new()
         if seen.state == "queued" and str(seen.job) != said:
             said = str(seen.job)
-            print(f"{run.folder}: job {seen.job.job} is {said}", file=sys.stderr)
+            print_lines(f"{run.folder}: job {seen.job.job} is {said}")
         # Two looks: between two legs, or two attempts, nobody may hold the run for a moment.
         if seen.state == "done" or (ended and seen.is_over):
             return {"done": DONE, "failed": FAILED}.get(seen.state, STOPPED)

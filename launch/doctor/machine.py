@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import shutil
 import sys
@@ -10,8 +11,9 @@ import tempfile
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from isobatch.core import hub_cache
 from isobatch.core.measures import format_bytes
@@ -26,14 +28,11 @@ if TYPE_CHECKING:
 ROOT = Path("/")
 GB = 10**9
 FULL_BYTES, SCARCE_BYTES, SMALLEST_SHM = GB // 2, 5 * GB, GB
-PIP = f"{sys.executable} -m pip install"
-REINSTALL = f"{PIP} --force-reinstall"
+HAS_PIP = importlib.util.find_spec("pip") is not None
+PIP = f"{sys.executable} -m pip install" if HAS_PIP else f"uv pip install --python {sys.executable}"
 NEW_TORCH = f"{PIP} --upgrade torch, with the --index-url that pytorch.org names for this machine"
-TORCH = Probe("torch", "arithmetic", f"{REINSTALL} torch", {"device": "cpu"})
 REMEDIES = tomllib.loads(Path(__file__).with_name("remedies.toml").read_text(encoding="utf-8"))
-LIBRARIES: dict[str, dict[str, str]] = REMEDIES["libraries"]
-"""Libraries that are often broken -> what is reinstalled, and the flags that need them."""
-GLOO = Probe("gloo", "all_reduce", REMEDIES["gloo"], {"backend": "gloo", "processes": 2})
+PROBES: dict[str, dict[str, Any]] = REMEDIES["probes"]
 WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -41,10 +40,10 @@ def check_machine(out: Path) -> Iterator[Check]:
     """Every check, as soon as it is known. `out`: the folder of runs."""
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # as `auto` starts its processes
         os.environ.setdefault(name, loopback_interface())
-    hardware = detect()
+    hardware, load = detect(), os.getloadavg()[0] / (os.cpu_count() or 1)
     probes = probes_for(hardware)
     with ThreadPoolExecutor(len(probes)) as pool:
-        tried = pool.map(try_out, probes)
+        tried = pool.map(partial(try_out, load=load), probes)
         required = importlib.metadata.requires("isobatch") if installed_version("isobatch") else None
         yield from check_versions(required or ())
         yield check_variables(os.environ)
@@ -64,24 +63,19 @@ def check_machine(out: Path) -> Iterator[Check]:
 
 def probes_for(hardware: Hardware) -> list[Probe]:
     """What is tried: torch, sums over processes, and libraries that are here and often broken."""
-    found = [TORCH, GLOO, *map(library_probe, filter(installed_version, LIBRARIES))]
+    libraries = [name for name in PROBES if PROBES[name]["function"] == "imported"]
+    found = [probe(name) for name in ("torch", "gloo", *filter(installed_version, libraries))]
     usable = [n for n, gpu in enumerate(hardware.gpus) if gpu.supported] if hardware.kind == "cuda" else []
     if usable:
-        arguments = {"backend": "nccl", "processes": len(usable)}
-        found.append(Probe("nccl", "all_reduce", REMEDIES["nccl"], arguments))
-    return found + [gpu_probe(number) for number in usable]
+        found.append(probe("nccl", processes=len(usable)))
+    return found + [probe(f"GPU {number}", device=f"cuda:{number}") for number in usable]
 
 
-def library_probe(module: str) -> Probe:
-    """Whether a library can be imported, which reads CUDA's compiler and its own compiled parts."""
-    remedy = f"{REINSTALL} {LIBRARIES[module]['reinstall']}"
-    return Probe(module, "imported", remedy, {"module": module}, LIBRARIES[module]["needed_by"])
-
-
-def gpu_probe(number: int) -> Probe:
-    """Whether a GPU that torch may use computes rightly."""
-    remedy = f"nvidia-smi lists its processes and errors (-q -d ECC,PAGE_RETIREMENT); {NEW_TORCH}"
-    return Probe(f"GPU {number}", "arithmetic", remedy, {"device": f"cuda:{number}"})
+def probe(name: str, **arguments: Any) -> Probe:
+    """That of remedies.toml, with further arguments; `GPU 1` is one of GPU."""
+    row = PROBES[name.split()[0]]
+    remedy = row["remedy"].format(reinstall=f"{PIP} --force-reinstall", new_torch=NEW_TORCH)
+    return Probe(name, **{**row, "remedy": remedy, "arguments": row.get("arguments", {}) | arguments})
 
 
 def check_gpus(hardware: Hardware) -> list[Check]:

@@ -5,6 +5,8 @@ A new attempt begins from the last checkpoint after out-of-memory or a lost proc
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import shutil
 import sys
@@ -12,6 +14,7 @@ import time
 from dataclasses import dataclass
 
 from isobatch.core import errors
+from isobatch.core.atomic_files import disk_full
 from isobatch.core.errors import BUG, DONE, FAILED, WRONG_INPUT, TrainingError, UserError
 from isobatch.core.number_ranges import KeptOneIn, Trials
 from isobatch.core.recipe import HOOK_CODE
@@ -134,7 +137,7 @@ def train_with_restarts(run: RunFolder, where: Cluster) -> Verdict:
             recompute = ", activation checkpointing" if plan.activation_checkpointing else ""
             _log_restart(run, "smaller micro-batches", verdict.reason, f"at most {budget}{recompute}")
         elif verdict.cause == errors.SpikeError.cause:
-            print(f"isobatch: {verdict.reason}; going on from the checkpoint before", file=sys.stderr)
+            print_lines(f"isobatch: {verdict.reason}; going on from the checkpoint before")
         elif verdict.cause == errors.WorkerLostError.cause:
             restarts += 1
             if restarts > options.max_restarts:
@@ -164,13 +167,13 @@ def _verdict_of(run: RunFolder, verdict: Verdict | None) -> Verdict:
     if verdict is None:
         dead = re.findall(r"rank\s*: (\d+) .*\n\s*exitcode\s*: -(\d+)", said.rpartition("Root Cause")[2])
         if shutil.disk_usage(run.folder).free <= FULL_DISK_BYTES:
-            reason = f"no space left on device for {run.folder}: make some, then go on with `resume`"
-            verdict = Verdict(WRONG_INPUT, reason)
+            full = disk_full(run.folder / "exit.json", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+            verdict = Verdict(FAILED, str(full), errors.DiskFullError.cause)
         elif dead:
             reason = "rank {} was ended by signal {}".format(*dead[-1])
             verdict = Verdict(FAILED, reason, errors.WorkerLostError.cause)
         if verdict is not None:
-            print(f"isobatch: {verdict.reason}", file=sys.stderr)
+            print_lines(f"isobatch: {verdict.reason}")
     if verdict is None or verdict.code == BUG:
         sys.stderr.write(said)
     return verdict or Verdict(BUG, "no process left a verdict")
@@ -178,10 +181,10 @@ def _verdict_of(run: RunFolder, verdict: Verdict | None) -> Verdict:
 
 def _log_restart(run: RunFolder, decision: str, reason: str, change: str) -> None:
     run.log_decision(decision, reason=reason, what=change)
-    print(f"isobatch: going on from the last checkpoint: {change}", file=sys.stderr)
+    print_lines(f"isobatch: going on from the last checkpoint: {change}")
 
 
 def _fail(run: RunFolder, reason: str) -> Verdict:
     run.mark_failed(reason)
-    print(f"isobatch: {reason}", file=sys.stderr)
+    print_lines(f"isobatch: {reason}")
     return Verdict(FAILED, reason)

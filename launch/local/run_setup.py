@@ -174,6 +174,8 @@ def plan_for_training(
         asked = dataclasses.replace(asked, precision=wishes.get(begun, begun), measured_options=why)
     plan = plan_for_this_machine(recipe, facts, asked, world)
     print_lines(*unmet_wishes(asked, plan), quiet=quiet)
+    if run is not None and has_begun and run.has_plan and (before := run.plan.processes) != plan.processes:
+        print_lines(f"processes: {plan.processes} here, {before} before; the same batches", quiet=quiet)
     return plan
 
 
@@ -369,10 +371,14 @@ HUB_VARIABLES = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "XDG_CACHE_HOME
 
 
 def environment_elsewhere() -> dict[str, str]:
-    """Our own variables and those of the model cache, for processes that inherit none from this one."""
+    """Our own variables and those of the model cache, for processes that inherit none from this one. They ask
+    no hub where it does not answer here.
+    """
+    offline = {} if hub_cache.is_reachable() else {hub_cache.OFFLINE[0]: "1"}
     folders = {CACHE: cache_folder(), consent.STATE: consent.state_folder()}
     return {
         **{name: str(folder.expanduser().absolute()) for name, folder in folders.items()},
         **{name: os.environ[name] for name in HUB_VARIABLES if os.environ.get(name)},
+        **offline,
         **consent.environment(),
     }

@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import subprocess
-import sys
 import time
 import traceback
 import warnings
@@ -131,7 +130,8 @@ def _train(run: RunFolder, options: RunOptions, world: Communicator, owns_proces
             error = WorkerLostError(peers.reason() or str(error))
         code = error.exit_code
         if (code == FAILED or own_code) and world.is_main:
-            run.mark_failed(str(error))
+            with contextlib.suppress(UserError):  # a full disk has no room for it
+                run.mark_failed(str(error))
         doing()
         if owns_process and ((world.is_main and not lost) or _failed_alone(run)):
             line = " ".join(str(error).split())
@@ -273,7 +273,7 @@ def _train_from_flags(words: Sequence[str]) -> int:
 
     run = RunFolder.open(_agreed(choose_run, request.plan, request.run.hang_timeout))
     if run.status() == "done":
-        print(f"{run.folder} is done (--again for a new run)", file=sys.stderr)
+        print_lines(f"{run.folder} is done (--again for a new run)")
         return DONE
     return train_run(run, request.run)
 

@@ -9,7 +9,6 @@ import functools
 import math
 import operator
 import os
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,9 +18,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from isobatch.core.errors import first_line
 from isobatch.core.flags import spelling, value_text
-from isobatch.core.measures import now, printable
+from isobatch.core.measures import now
 from isobatch.core.number_ranges import AboveZero
 from isobatch.core.plan import INVARIANCES
+from isobatch.core.terminal import print_lines
 from isobatch.engine.runs.classify_errors import classify
 from isobatch.launch.local.run_setup import AnswerOptions
 from isobatch.launch.measuring.trial import TrialSession, Variant, answer_in_world, trial
@@ -232,7 +232,7 @@ def try_setting(
         if INVARIANCES.index(after.invariance) > INVARIANCES.index(before.invariance):
             found.invariance = after.invariance
         if session.world.is_main and setting.fields:
-            print(printable(f"trying {setting.flags}"), file=sys.stderr)
+            print_lines(f"trying {setting.flags}")
         with trial(variant, session.world) as other:
             alternate(session, other, found, began + (limit - began) / shares, limit)
         if not found.ratios:

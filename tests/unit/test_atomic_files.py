@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import errno
 import json
 import math
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,8 @@ import pytest
 
 import isobatch
 from isobatch.core import atomic_files
-from isobatch.core.errors import TrainingError
+from isobatch.core.errors import FAILED, DiskFullError, TrainingError
+from isobatch.engine.runs.classify_errors import classify
 from isobatch.engine.runs.metrics_log import MetricsLog
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.tests.paths import ROOT
@@ -84,3 +86,22 @@ def test_a_run_whose_last_update_diverged_fails(lr: float, problem: str, tmp_pat
     for file in run.folder.glob("*.json*"):
         for line in [file.read_text()] if file.suffix == ".json" else file.read_text().splitlines():
             strict(line)
+
+
+FULL = [OSError(errno.ENOSPC, "No space left on device"), OSError(errno.EDQUOT, "Disk quota exceeded")]
+
+
+@pytest.mark.parametrize("error", [*FULL, RuntimeError("unable to write: No space left on device")], ids=str)
+def test_a_full_disk_is_a_failure_that_space_mends(error: Exception, tmp_path: Path) -> None:
+    """Wherever it is met, it says what is full, how much is free and needed, and does not count as wrong."""
+    with pytest.raises(DiskFullError) as raised, atomic_files.explain_write_errors(tmp_path / "a/b", 12_000):
+        raise error
+    said = str(raised.value)
+    assert said.startswith(
+        f"cannot write {tmp_path}/a/b: {getattr(error, 'strerror', None) or FULL[0].strerror} ("
+    )
+    assert "are free there, it takes 12 KB); make some, then go on with `resume`" in said
+    for found in (raised.value, classify(error)):
+        assert found is not None
+        assert (found.exit_code, found.cause) == (FAILED, DiskFullError.cause)
+    assert classify(ValueError("No space left on device")) is None

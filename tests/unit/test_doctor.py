@@ -58,7 +58,10 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str, str, str]] = {
     ),
     "a torch for CPUs beside a GPU": (lambda _: gpu_checks(why=NO_CUDA), "GPU 0", "broken", "pytorch.org"),
     "the GPU computes wrongly": (
-        fails(machine.gpu_probe(1), "Traceback:\n  ...\nArithmeticError: a product is off by 0.1\n"),
+        fails(
+            machine.probe("GPU 1", device="cuda:1"),
+            "Traceback:\n  ...\nArithmeticError: a product is off by 0.1\n",
+        ),
         *("GPU 1", "broken", "ECC"),
     ),
     "one core of many": (lambda _: machine.check_cores(1, 64), "cores", "warning", "--cpus-per-task"),
@@ -72,7 +75,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str, str, str]] = {
         *("RANK", "broken", "unset RANK WORLD_SIZE MASTER_ADDR"),
     ),
     "no nvcc": (
-        fails(machine.library_probe("deepspeed"), "MissingCUDAException"),
+        fails(machine.probe("deepspeed"), "MissingCUDAException"),
         *("deepspeed", "warning", "export CUDA_HOME"),
     ),
 }
@@ -129,6 +132,17 @@ def test_a_probe_answers_fails_or_is_late(monkeypatch: pytest.MonkeyPatch) -> No
     assert "no answer within 0 s" in probes.try_out(Probe("", "format_bytes", "", {"count": 1})).text
 
 
+@pytest.mark.parametrize("probe", machine.probes_for(NO_GPU), ids=lambda probe: probe.name)
+def test_a_late_answer_of_a_busy_machine_is_no_fault_of_a_library(
+    probe: Probe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probes, "BUSY_SECONDS", 0.0)
+    check = probes.try_out(probe, load=2.5)
+    assert (check.state, check.remedy.split(",")[0]) == ("warning", "isobatch doctor")
+    assert "took longer than 0 s on a busy machine (load 2.5 a core)" in check.text
+    assert probes.GROUP_SECONDS < 30 < probes.SECONDS, "a sum that hangs is said before its process is ended"
+
+
 def test_a_product_is_right_in_both_precisions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "LARGEST_ERROR", {"float32": 1e-5, "bfloat16": 2e-2})
     probes.try_products("cpu")
@@ -140,7 +154,7 @@ def test_a_product_is_right_in_both_precisions(monkeypatch: pytest.MonkeyPatch) 
 @pytest.fixture
 def healthy(monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine, with what its shell does to it left out; each probe finds what is usual, at once."""
-    monkeypatch.setattr(machine, "try_out", lambda probe: ok(probe.name, "well"))
+    monkeypatch.setattr(machine, "try_out", lambda probe, load: ok(probe.name, "well"))
     monkeypatch.setattr(machine.os, "environ", {"PATH": os.environ["PATH"]})
 
 

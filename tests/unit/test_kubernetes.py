@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-from isobatch.core.errors import BUG, DONE, FAILED, STOPPED, WRONG_INPUT, UserError, WorkerLostError
+from isobatch.core.errors import (
+    BUG,
+    DONE,
+    FAILED,
+    STOPPED,
+    WRONG_INPUT,
+    DiskFullError,
+    UserError,
+    WorkerLostError,
+)
 from isobatch.engine.runs.run_folder import RunFolder, Verdict
 from isobatch.launch.clusters.kubernetes.job import exit_code, pod, submit
 from isobatch.tests.paths import ROOT
@@ -61,7 +70,8 @@ def test_pods_find_each_other_and_the_recipe(capsys: pytest.CaptureFixture[str])
     assert pod["subdomain"] == found["Service"]["metadata"]["name"] == "week"
     assert found["Service"]["spec"]["selector"].items() <= spec["template"]["metadata"]["labels"].items()
     (container,) = pod["containers"]
-    assert container["resources"]["limits"] == {"nvidia.com/gpu": "8"}
+    limits = {"cpu": "64", "memory": "256Gi", "nvidia.com/gpu": "8"}
+    assert container["resources"] == {"limits": limits, "requests": limits}
     assert {"--nnodes=4", "--nproc-per-node=8", "--master-addr=week-0.week"} < set(container["command"])
     recipe = yaml.safe_load(found["ConfigMap"]["data"]["recipe.yaml"])
     assert (recipe["task"], recipe["data"], float(recipe["lr"])) == ("causal-lm", "/isobatch/texts", 3e-4)
@@ -79,6 +89,25 @@ def test_an_own_tasks_files_go_along(tmp_path: Path, capsys: pytest.CaptureFixtu
     (volume,) = [v for v in found["Job"]["spec"]["template"]["spec"]["volumes"] if "configMap" in v]
     assert {"key": "parts..more.py", "path": "parts/more.py"} in volume["configMap"]["items"]
     assert yaml.safe_load(found["ConfigMap"]["data"]["recipe.yaml"])["task"] == "/isobatch-job/mine.py:Mine"
+
+
+@pytest.mark.parametrize("words", [[], ["--user", "4242"]])
+def test_a_pod_is_what_restricted_namespaces_admit(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By https://kubernetes.io/docs/concepts/security/pod-security-standards, `restricted`."""
+    pod = manifest(capsys, *GPUS, "--name", "week", *words)["Job"]["spec"]["template"]["spec"]
+    (container,), user = pod["containers"], int(words[1]) if words else 1000
+    secure = pod["securityContext"]
+    assert (secure["runAsNonRoot"], secure["seccompProfile"]) == (True, {"type": "RuntimeDefault"})
+    assert {secure["runAsUser"], secure["runAsGroup"], secure["fsGroup"]} == {user}, "no root"
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert {"HOME", "USER"} <= {one["name"] for one in container["env"]}, "a number without a passwd entry"
+    allowed = {"configMap", "emptyDir", "persistentVolumeClaim"}
+    assert all(volume.keys() - {"name"} <= allowed for volume in pod["volumes"])
 
 
 def test_secrets_stay_in_the_cluster(
@@ -100,6 +129,7 @@ def test_secrets_stay_in_the_cluster(
         ("stopped", Verdict(STOPPED, "asked to stop by a signal"), STOPPED),
         ("failed", Verdict(FAILED, "the loss is NaN"), FAILED),
         ("failed", Verdict(FAILED, "rank 1 is lost", WorkerLostError.cause), BUG),
+        ("failed", Verdict(FAILED, "no space left on device", DiskFullError.cause), BUG),
         (None, Verdict(WRONG_INPUT, "no such data"), WRONG_INPUT),
         ("stopped", None, BUG),
     ],

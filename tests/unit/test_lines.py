@@ -14,6 +14,7 @@ from isobatch.engine.registry import TASKS, workload
 from isobatch.launch.cli import COMMANDS, find_command
 from isobatch.launch.predicting import tables
 from isobatch.models.base import Task
+from isobatch.tests.paths import ROOT
 
 WORDS = "one fairly long remark about a run, and/with/a/path/that/is/longer/than/any/column/may/be"
 ROWS = [["name", "value", "why"], *([f"row {i}", str(7**i), WORDS[: 9 * i]] for i in range(10))]
@@ -56,3 +57,16 @@ def test_the_commands_after_a_run_have_names_and_flags_that_there_are(task: str)
         options = dict(itertools.pairwise(words))
         assert options.get("--out", ".csv").endswith(tables.OUT_ENDINGS)
         assert "--to" not in options or options["--to"] in workload(task).task.exports
+
+
+def test_a_path_is_whole_where_a_line_is_broken() -> None:
+    path = "/scratch/groups/nlp/" + "a-long-name/" * 9
+    assert path in wrapped(f"there is no file {path}: give one", 40).splitlines()[1]
+
+
+def test_what_commands_say_keeps_to_the_terminal() -> None:
+    """By `print_lines`: within the width of a terminal, and whole lines in a pipe."""
+    own = {"launch/local/run_setup.py", "launch/commands/chat.py"}  # samples and answers
+    for file in sorted((ROOT / "launch").rglob("*.py")):
+        if str(file.relative_to(ROOT)) not in own:
+            assert "file=sys.stderr" not in file.read_text(encoding="utf-8"), file

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shlex
+import subprocess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -17,6 +20,9 @@ from isobatch.launch.clusters.slurm.command import slurm
 from isobatch.launch.clusters.slurm.job import plan_for_nodes
 from isobatch.launch.clusters.slurm.legs import JobRequest
 from isobatch.tests.integration.helpers import launch
+
+if TYPE_CHECKING:
+    from isobatch.tests.unit.fake_slurm import Say, Slurm
 
 LINE = f"{Path(__file__).parents[1]}/tasks/failing.py:Line"
 
@@ -66,9 +72,50 @@ def test_a_printed_script_has_a_plan_and_makes_nothing_and_a_submitted_one_its_r
     assert refused.returncode == 2
     assert "there is no sbatch here" in refused.stderr
     run = RunFolder.open(tmp_path / "runs" / "r")
-    assert done.stdout == (run.folder / "slurm" / "job.sh").read_text()
+    submitted = (run.folder / "slurm" / "job.sh").read_text().splitlines()
+    printed = done.stdout.splitlines()
+    more = [line for line in printed if line not in submitted]
+    assert [line.split("/")[0] for line in submitted if line not in printed] == ["#SBATCH --output="]
+    assert more[0] == f"#SBATCH --output={tmp_path}/r-%j.out", "where there is a folder before there is a run"
+    assert shlex.join(["isobatch", *words, "--make"]) in more[-1]
     request = JobRequest.read(run.folder)
     assert [plan_for_nodes(run, nodes, request).processes for nodes in (1, 2)] == [1, 2]
+
+
+def test_a_script_that_was_only_printed_makes_its_runs(tmp_path: Path) -> None:
+    words = ["slurm", "--task", LINE, "--cpu", "--time", "00:10:00", "--name", "r", "--array", "0-1"]
+    done = launch(*words, cwd=tmp_path, PATH="/usr/bin/nowhere")
+    assert all(f"{tmp_path}/runs/r-seed{seed}" in done.stderr.splitlines()[-1] for seed in (0, 1))
+    (tmp_path / "job.sh").write_text(done.stdout)
+    task = {**os.environ, "SLURM_ARRAY_TASK_ID": "1"}
+    started = subprocess.run(["/bin/bash", "job.sh"], cwd=tmp_path, env=task, capture_output=True, text=True)
+    assert "job: runs inside a Slurm job" in started.stderr, "all else is there"
+    assert all(JobRequest.read(tmp_path / "runs" / f"r-seed{seed}").seconds == 600 for seed in (0, 1))
+    made = launch(*words, "--make", cwd=tmp_path, PATH="/usr/bin/nowhere")
+    assert made.stdout.strip() == f"{tmp_path}/runs/slurm-r/job.sh"
+
+
+GPU_NODES = r"gpu|64|gpu:h100:8(S:0-1)|1000000\ngpu|96|gpu:h100:8|2000000"
+NODES = f"case $* in *gpu*) printf '{GPU_NODES}' ;; *) echo 'debug*|16|(null)|64000' ;; esac"
+
+
+@pytest.mark.parametrize(
+    ("words", "asked"),
+    [
+        ("--cpu", ["--cpus-per-task=16", "--mem=57600M"]),
+        ("--cpu --cpus-per-task 4", ["--cpus-per-task=4", "--mem=14400M"]),
+        ("--cpu --mem 3G", ["--cpus-per-task=16", "--mem=3G"]),
+        ("--cpu --sbatch --mem-per-cpu=2G", ["--cpus-per-task=16"]),
+        ("--gpus-per-node 2 --partition gpu", ["--cpus-per-task=16", "--mem=225000M"]),
+    ],
+)
+def test_a_job_asks_for_its_share_of_a_node(
+    words: str, asked: list[str], tmp_path: Path, slurm: Slurm, say: Say
+) -> None:
+    slurm(sinfo=NODES)
+    more = ("--time", "5", "--name", "r", "--quiet", "--out", str(tmp_path))
+    _, script, _ = say(command.slurm, "--task", LINE, *more, *words.split())
+    assert re.findall("^#SBATCH (--(?:cpus|mem=).*)", script, re.MULTILINE) == asked
 
 
 def test_gpus_that_are_worth_little_are_said_and_a_card_may_be_named_as_in_a_plan(tmp_path: Path) -> None:

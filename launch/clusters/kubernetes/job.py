@@ -67,9 +67,11 @@ class KubernetesOptions:
     cpu: bool = False
     """Train on CPUs."""
     cpus: Positive | None = None
-    """Cores of each pod."""
+    """Cores of each pod; by default 8 for each GPU, 4 without one."""
     mem: str | None = None
-    """Memory of each pod, as Kubernetes writes it: 64Gi."""
+    """Memory of each pod, as Kubernetes writes it: 64Gi. By default 32Gi for each GPU, 16Gi without one."""
+    user: Positive = 1000
+    """Number of the user, and of the group, as which pods train; never root."""
     node_selector: str | None = None
     """A label that nodes must have: gpu=h100."""
     secret: str | None = None
@@ -109,7 +111,9 @@ def render(request: Request, options: KubernetesOptions) -> str:
     world += [f"--master-addr={name}-0.{name}", f"--master-port={PORT}"]
     files = _files(request)
     metadata = {"name": name, "labels": {"app.kubernetes.io/name": "isobatch", "isobatch/run": name}}
-    limits = {"cpu": options.cpus, "memory": options.mem, "nvidia.com/gpu": options.gpus_per_node or None}
+    gpus = options.gpus_per_node
+    limits = {"cpu": options.cpus or 8 * gpus or 4, "memory": options.mem or f"{32 * gpus or 16}Gi"}
+    limits |= {"nvidia.com/gpu": gpus} if gpus else {}
     data = {_key(place): text for place, text in files.items()}
     config = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
     environment = Environment(finalize=json.dumps, undefined=StrictUndefined)  # each value as JSON is YAML
@@ -119,7 +123,7 @@ def render(request: Request, options: KubernetesOptions) -> str:
         command=["python3", "-m", "isobatch", "pod", f"{VOLUME}/runs/{name}", f"{FILES}/{RECIPE}", *world],
         node_selector=dict([options.node_selector.split("=", 1)]) if options.node_selector else {},
         secrets=[{"secretRef": {"name": options.secret}}] if options.secret else [],
-        limits={resource: str(value) for resource, value in limits.items() if value is not None},
+        limits={resource: str(value) for resource, value in limits.items()},
         items=[{"key": _key(place), "path": place} for place in files],
         restarts=request.run.max_restarts,
         for_good=[WRONG_INPUT, FAILED],
@@ -195,8 +199,8 @@ class Kubernetes(Local):
 def submit(words: Sequence[str]) -> int:
     """Usage: k8s --task TASK --image IMAGE --claim CLAIM --nodes N --gpus-per-node G [flags] [--submit]
 
-    flags: --cpu --cpus N --mem 64Gi --node-selector gpu=h100 --secret NAME, and those of `auto`;
-           --data is a path under /isobatch, where pods see the claim, or a name on the hub
+    flags: --cpu --cpus N --mem 64Gi --user 1000 --node-selector gpu=h100 --secret NAME, and those of
+           `auto`; --data is a path under /isobatch, where pods see the claim, or a name on the hub
     """
     request, options = parse(words, "k8s", KubernetesOptions)
     request = on_device(request, "k8s", "--gpus-per-node", options.gpus_per_node, options.cpu)

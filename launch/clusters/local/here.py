@@ -6,7 +6,6 @@ import contextlib
 import gc
 import secrets
 import signal
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ import psutil
 from isobatch.core.errors import STOPPED, UserError, WorkerLostError
 from isobatch.core.package import TRAIN_SCRIPT
 from isobatch.core.strategies import traits_of
+from isobatch.core.terminal import print_lines
 from isobatch.engine.runs.run_folder import NONCE, RunFolder, Verdict
 from isobatch.launch.clusters.cluster import Cluster, JobState
 from isobatch.launch.local.accelerate_launcher import launch_workers
@@ -59,7 +59,7 @@ class Local(Cluster):
         run.forget_plan()  # the workers may have reduced the budget
         verdict = run.read_exit(nonce)
         if stopped and (verdict is None or verdict.cause == WorkerLostError.cause):
-            print("isobatch: stopped at once; what was saved before stands", file=sys.stderr)
+            print_lines("isobatch: stopped at once; what was saved before stands")
             return Verdict(STOPPED, "stopped at once")
         return verdict
 

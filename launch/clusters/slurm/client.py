@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
@@ -172,17 +172,27 @@ def show(kind: Literal["job", "node"], name: str) -> dict[str, str]:
     return dict(re.findall(r"(\w+)=(\S*)", run_slurm("scontrol", "show", kind, name, seconds=10).stdout))
 
 
-def cpus_and_gpus(partition: str | None) -> list[tuple[int, int, str]]:
-    """(cores, GPUs, their card or "") of each node of a partition, or of the default one; none where sinfo
-    does not say.
-    """
+class NodeShape(NamedTuple):
+    """What a node has."""
+
+    cpus: int
+    gpus: int
+    card: str
+    """Of its GPUs; empty where Slurm does not name it."""
+    megabytes: int
+    """Of its memory, as Slurm counts it; 1 where nobody has configured it."""
+
+
+def node_shapes(partition: str | None) -> list[NodeShape]:
+    """The nodes of a partition, or of the default one; none where sinfo does not say."""
     words = ("-p", partition) if partition else ()
-    said = run_slurm("sinfo", "-h", "-N", *words, "-o", "%P|%c|%G", seconds=10).stdout.splitlines()
+    said = run_slurm("sinfo", "-h", "-N", *words, "-o", "%P|%c|%G|%m", seconds=10).stdout.splitlines()
     found = []
-    for name, cpus, gres in (row.split("|") for row in said if row.count("|") == 2):
+    for name, cpus, gres, memory in (row.split("|") for row in said if row.count("|") == 3):
         if partition or name.endswith("*"):
             gpus = re.findall(r"gpu(?::([^:,(]+))??:(\d+)", gres)  # gpu:h100:8(S:0-1),nvme:2
-            found.append((int(cpus), sum(int(n) for _, n in gpus), gpus[0][0] if gpus else ""))
+            card = gpus[0][0] if gpus else ""
+            found.append(NodeShape(int(cpus), sum(int(n) for _, n in gpus), card, int(memory)))
     return found
 
 

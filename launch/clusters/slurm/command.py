@@ -41,6 +41,8 @@ from isobatch.launch.local.run_setup import environment_elsewhere
 
 DEFAULT_CPUS, DEFAULT_CPUS_PER_GPU = 4, 8
 """Cores of a node without GPUs, and per GPU, where neither the user nor sinfo says."""
+MEMORY_SHARE = 0.9
+"""Of a node's memory: Slurm may keep some for the system (MemSpecLimit) and refuses jobs that ask for it."""
 TAKEN_OVER = ("partition", "account", "qos", "constraint", "mem")
 """Flags that are sbatch's own."""
 
@@ -78,12 +80,14 @@ class JobScript:
     """Our own variables of the job: where sbatch passes none on (--export=NONE), there are no others."""
     start_folder: Path
     """The folder in which `slurm` was called: the path of a task's file may be relative to it."""
+    making: tuple[str, ...] = ()
+    """The command that makes the runs, for a script that is printed before there are any."""
 
 
 def slurm(words: Sequence[str]) -> int:
     """Usage: slurm --task TASK --nodes N --gpus-per-node G --time HH:MM:SS [flags] [--submit] [--json]
 
-    flags: --cpu --partition --account --qos --constraint --mem --cpus-per-task --setup FILE
+    flags: --make --cpu --partition --account --qos --constraint --mem --cpus-per-task --setup FILE
            --array 0-4 (a run per seed) --parallel N --after JOB --max-legs N
            --container IMAGE --container-python PYTHON --sbatch "OPTIONS" --srun "OPTIONS", and those of
            `auto`. A list such as --lr 1e-3,3e-3 trains a run for each value, and --lr 1e-4..1e-2 --trials 8
@@ -109,10 +113,12 @@ def slurm(words: Sequence[str]) -> int:
     if options.submit and (silent := client.job_states(["1"]).get("1")) and silent.stage == "unknown":
         raise UserError(f"--submit: {silent.reason}")
     with contextlib.ExitStack() as locks:  # two submissions at once would make two jobs for a run
-        family, kept = name if in_array else None, locks if options.submit else None
-        runs = _runs_to_submit(requests, family, in_array, kept)
+        kept = locks if options.submit else None
+        runs = _runs_to_submit(requests, name if in_array else None, options, kept)
         if runs:
             script, first = _script(runs, name, options, in_array), next(iter(runs))
+            if not (options.make or options.submit):
+                script = dataclasses.replace(script, making=tuple(own_command("slurm", *words, "--make")))
             script = _show_plan(requests[first], runs[first], script, options)
             _hand_in(runs, requests, script, options)
         elif options.json:
@@ -121,25 +127,27 @@ def slurm(words: Sequence[str]) -> int:
 
 
 def _runs_to_submit(
-    requests: Mapping[int, Request], family: str | None, in_array: bool, locks: contextlib.ExitStack | None
+    requests: Mapping[int, Request],
+    family: str | None,
+    options: slurm_options.SlurmOptions,
+    locks: contextlib.ExitStack | None,
 ) -> dict[int, RunFolder]:
-    """Number -> run, of those with something left to train. An array leaves runs in the jobs they are in.
-
-    Runs are made where they are submitted; without `locks` they are only named.
+    """Number -> run, of those with something left to train. An array, which has a `family`, leaves runs in
+    the jobs they are in. Runs that are neither made nor submitted are only named.
     """
-    runs = {}
+    runs, makes = {}, options.make or options.submit
     for number, request in requests.items():
-        run = find_or_create(request, family, makes=locks is not None)
+        run = find_or_create(request, family, makes=makes)
         if run.status() == "done":
             print_lines(f"{run.folder} has this recipe and is done (--again for a new run)")
             continue
         if locks is not None:
             locks.enter_context(run.lock("submit"))
-        if in_array and (fact := whose_job(run)):
+        if family and (fact := whose_job(run)):
             print_lines(f"{fact}: it stays there")
             continue
         refuse_if_in_a_job(run)
-        if locks is not None:
+        if makes:
             run.refuse_if_training()
             run.write_options(request.run)
         runs[number] = run
@@ -157,7 +165,7 @@ def _show_plan(
     like_here = dataclasses.replace(here, kind="cpu", gpus=(), source="asked")
     machine = dataclasses.replace(like_here, nodes=script.nodes, cpus=script.cpus)
     if script.gpus:
-        cards = [options.hardware, *(node[2] for node in client.cpus_and_gpus(options.partition))]
+        cards = [options.hardware, *(node.card for node in client.node_shapes(options.partition))]
         named = next(filter(None, [*cards, *(gpu.card for gpu in here.gpus)]), "")
         try:
             machine = parse_hardware(f"{script.nodes}x{script.gpus}x{re.sub('^([0-9]+ ?x ?)+', '', named)}")
@@ -196,7 +204,7 @@ def _hand_in(
     """Print the script of these runs; where that is asked for, write and submit it, and say so."""
     text, path, number = render(script), script.folder / "job.sh", None
     folders = [str(run.folder) for run in runs.values()]
-    if options.submit:
+    if options.make or options.submit:
         for task, run in runs.items():
             JobRequest(
                 local=processes_each(requests[task], "--nodes", script.nodes, script.gpus),
@@ -209,17 +217,21 @@ def _hand_in(
             ).write(run.folder)
         script.folder.mkdir(exist_ok=True)
         atomic_files.write_text(path, text)
+    if options.submit:
         number = client.submit(path)
         for task, run in runs.items():
             client.update_job_record(run, job=f"{number}_{task}" if script.array else number)
     if options.json:
         print(atomic_files.json_text({"job": number, "script": text, "path": str(path), "runs": folders}))
-    elif number:
-        print(number)
-        print_lines(f"job {number} trains {', '.join(folders)}; `runs` shows how it stands")
-    else:
-        print(text, end="")
-        print_lines(f"nothing is made: --submit makes {folders[0]} and hands this script in")
+        return
+    trained = ", ".join(folders)
+    said = f"nothing is made: the script makes {trained} as it begins, --submit does now"
+    if number:
+        said = f"job {number} trains {trained}; `runs` shows how it stands"
+    elif options.make:
+        said = f"made {trained}: sbatch {path} trains them"
+    print(number or (path if options.make else text.rstrip("\n")))
+    print_lines(said)
 
 
 def _script(
@@ -229,7 +241,11 @@ def _script(
     time, name = (options.time or "").strip(), asked_name or first.name
     seconds = slurm_options.parse_time_limit(time)
     measured = max(round(seconds_to_stop(run)) for run in runs.values())
+    raw = slurm_options.option_words("--sbatch", options.sbatch)
+    cpus, memory = _fair_share(options)
     extra = [(flag, str(value)) for flag in TAKEN_OVER if (value := getattr(options, flag))]
+    if memory and not options.mem and not any(word.startswith("--mem") for word in raw):
+        extra += [("mem", memory)]
     if options.after:
         # Without this Slurm keeps a job whose dependency failed in the queue for ever.
         jobs = options.after.replace(",", ":")
@@ -241,23 +257,28 @@ def _script(
         nodes=options.nodes,
         time=time if time[-1].isdigit() else format_duration(seconds),
         lead=max(default_lead(seconds), min(measured, seconds // 2)),
-        cpus=options.cpus_per_task or _fair_cpus(options),
+        cpus=cpus,
         gpus=options.gpus_per_node,
         array=array_text(runs, options.parallel) if in_array else "",
         extra_options=tuple(extra),
-        raw_options=slurm_options.option_words("--sbatch", options.sbatch),
+        raw_options=raw,
         setup=Path(options.setup).expanduser().resolve() if options.setup else None,
         start_folder=Path.cwd(),
         environment=tuple(environment_elsewhere().items()),
     )
 
 
-def _fair_cpus(options: slurm_options.SlurmOptions) -> int:
-    """Cores of the smallest node in proportion to the GPUs asked for; all where it has no GPU."""
+def _fair_share(options: slurm_options.SlurmOptions) -> tuple[int, str]:
+    """(cores, memory) of the smallest node: cores as asked, else in proportion to the GPUs, all of them where
+    it has none; of its memory the same share, less what the system takes. No memory where sinfo knows none.
+    """
     gpus = options.gpus_per_node
-    default = (DEFAULT_CPUS_PER_GPU * gpus or DEFAULT_CPUS, 0, "")
-    cpus, has, _ = min(client.cpus_and_gpus(options.partition), default=default)
-    return max(1, cpus * gpus // has) if has and gpus else cpus
+    default = client.NodeShape(DEFAULT_CPUS_PER_GPU * gpus or DEFAULT_CPUS, 0, "", 0)
+    node = min(client.node_shapes(options.partition), default=default)
+    fair = max(1, node.cpus * gpus // node.gpus) if node.gpus and gpus else node.cpus
+    cpus = options.cpus_per_task or fair
+    memory = int(MEMORY_SHARE * node.megabytes * min(1.0, cpus / node.cpus))
+    return cpus, f"{memory}M" if memory else ""
 
 
 def _container(request: Request, folder: Path, options: slurm_options.SlurmOptions) -> dict[str, Any] | None:
@@ -285,7 +306,9 @@ def array_text(numbers: Iterable[int], limit: int | None) -> str:
 def render(script: JobScript) -> str:
     """The text of the script. Raises UserError for control characters and lines too long for sbatch."""
     values = {f.name: getattr(script, f.name) for f in dataclasses.fields(script)}
-    output = f"{pattern_path(script.folder)}/{'%A_%a' if script.array else '%j'}.out"
+    place = f"{pattern_path(script.folder)}/"  # without a run Slurm would find no such folder
+    place = f"{pattern_path(script.start_folder / script.name)}-" if script.making else place
+    output = f"{place}{'%A_%a' if script.array else '%j'}.out"
     options = _filled("options", sbatch_word, **values, output=output)
     if too_long := [line for line in options.splitlines() if len(line) > MAX_CHARACTERS]:
         raise UserError(f"{too_long[0][:60]}...: sbatch reads {MAX_CHARACTERS} characters a line: shorten it")

@@ -14,7 +14,6 @@ import secrets
 import shutil
 import signal
 import socket
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, FAILED, STOPPED, JobMemoryError, UserError, WorkerLostError
 from isobatch.core.measures import wait_for
 from isobatch.core.plan import Plan
+from isobatch.core.terminal import print_lines
 from isobatch.engine import consent
 from isobatch.engine.distributed.stop_signals import StopFlag
 from isobatch.engine.machine.detect import detect
@@ -186,7 +186,7 @@ class Slurm(Cluster):
             saved = legs.furthest_checkpoint(run)
             where = f"from step {saved[1]}" if saved else "from the beginning"
             leg = f"job {self.allocation.job}, leg {self.allocation.restarts + 1}"
-            print(f"{leg}: {', '.join(self.nodes)}, {where}", file=sys.stderr, flush=True)
+            print_lines(f"{leg}: {', '.join(self.nodes)}, {where}")
             step = Step(srun_command(run, self.nodes, self.allocation, self.request, words))
             self._watch(run, step, nonce)
             return self._verdict(run, nonce, step), step.said()

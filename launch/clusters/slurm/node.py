@@ -25,6 +25,7 @@ from isobatch.core.errors import BUG, DONE, WRONG_INPUT, UserError
 from isobatch.core.measures import wait_for
 from isobatch.core.package import TORCHRUN_SCRIPT, TRAIN_SCRIPT
 from isobatch.core.plan import Plan
+from isobatch.core.terminal import print_lines
 from isobatch.engine.distributed.stop_signals import StopFlag
 from isobatch.engine.runs.run_folder import NONCE, RunFolder, Verdict
 from isobatch.launch.clusters.slurm.step import ORPHANED
@@ -62,7 +63,7 @@ def node(words: Sequence[str]) -> int:
     if code == DONE or meeting.rank == 0 or meeting.job_is_there():
         return code
     with contextlib.suppress(OSError):  # srun, which reads what is printed, is gone as well
-        print(f"isobatch: {nodes[0]} is gone, and the job's script with it", file=sys.stderr)
+        print_lines(f"isobatch: {nodes[0]} is gone, and the job's script with it")
     return ORPHANED
 
 

@@ -18,16 +18,12 @@ from isobatch.launch.local.arguments import Request
 from isobatch.launch.local.placement import on_device, processes_each
 from isobatch.launch.local.run_setup import PlannedOptions
 
-SIZE = ("nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "gpus-per-task", "output")
+SIZE = "nodes ntasks ntasks-per-node cpus-per-task gpus-per-node gpus-per-task output"
 RESERVED = {
-    "--sbatch": (
-        *(*SIZE, "time", "array", "dependency", "job-name", "wrap", "open-mode", "chdir", "no-requeue"),
-        *("signal", "parsable", "test-only", "wait"),
-    ),
-    "--srun": (
-        *(*SIZE, "nodelist", "jobid", "overlap", "exclusive", "export", "kill-on-bad-exit", "het-group"),
-        *("error", "input", "pty", "unbuffered", "container", "container-image", "container-workdir"),
-    ),
+    "--sbatch": f"""{SIZE} time array dependency job-name wrap open-mode chdir no-requeue signal parsable
+        test-only wait""",
+    "--srun": f"""{SIZE} nodelist jobid overlap exclusive export kill-on-bad-exit het-group error input pty
+        unbuffered container container-image container-workdir""",
 }
 """Options of sbatch that the script sets, or that are flags of `slurm`; of srun that each step sets."""
 
@@ -53,7 +49,7 @@ class SlurmOptions(PlannedOptions):
     constraint: str | None = None
     """As sbatch's."""
     mem: str | None = None
-    """As sbatch's: memory per node."""
+    """As sbatch's: memory per node. By default of the smallest node's as large a share as of its cores."""
     hardware: str | None = None
     """The card of these nodes, for the plan that is shown: h100, h100@100gbit with the network between nodes.
     By default as sinfo names it."""
@@ -80,6 +76,8 @@ class SlurmOptions(PlannedOptions):
     """The image's Python, which has torch and isobatch's other requirements."""
     max_legs: Positive | None = None
     """Starts of the job at most; by default it goes on while each leg adds a checkpoint."""
+    make: bool = False
+    """Make the runs and write the script, for sbatch: a script that was only printed does so as it begins."""
     submit: bool = False
     """Submit it and print the job's number."""
 
@@ -145,7 +143,7 @@ def option_words(flag: str, text: str | None) -> tuple[str, ...]:
         raise UserError(f'{flag} {text}: holds {flag[2:]}\'s own options, written out: {flag} "--comment=a"')
     for word in words:
         name = word[2:].partition("=")[0] if word.startswith("--") else ""
-        if name and any(own.startswith(name) for own in RESERVED[flag]):
+        if name and any(own.startswith(name) for own in RESERVED[flag].split()):
             raise UserError(f"{flag} {word}: isobatch sets this itself; `describe slurm` has its flags")
     return tuple(words)
 
