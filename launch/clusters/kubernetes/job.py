@@ -121,8 +121,6 @@ def render(request: Request, options: KubernetesOptions) -> str:
         metadata=metadata,
         options=options,
         command=["python3", "-m", "isobatch", "pod", f"{VOLUME}/runs/{name}", f"{FILES}/{RECIPE}", *world],
-        node_selector=dict([options.node_selector.split("=", 1)]) if options.node_selector else {},
-        secrets=[{"secretRef": {"name": options.secret}}] if options.secret else [],
         limits={resource: str(value) for resource, value in limits.items()},
         items=[{"key": _key(place), "path": place} for place in files],
         restarts=request.run.max_restarts,

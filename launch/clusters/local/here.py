@@ -25,13 +25,6 @@ SECOND_SIGNAL_SECONDS = 1.0
 """Between the two SIGINT of --now: a launcher takes the second for an end at once."""
 
 
-def submit(words: Sequence[str]) -> int:
-    """Usage: submit --to local --task TASK [flags]: as `auto`"""
-    from isobatch.launch.commands.auto import auto
-
-    return auto(words)
-
-
 @dataclass
 class Local(Cluster):
     """This machine, as a cluster of one: a run's lock says whether it trains."""

@@ -72,13 +72,6 @@ HEAD = """# isobatch ray --config FILE --submit trains this on a Ray cluster unt
 """
 
 
-def as_file(request: Request, options: RayOptions) -> str:
-    """A file for --config: the recipe, the plan's and the run's options, and those of `ray`."""
-    flags = {n: f for n, f in flags_of(RayOptions).items() if getattr(options, n) != f.default}
-    own = [("ray", flags, {name: getattr(options, name) for name in flags})] if flags else []
-    return "\n".join([HEAD, request_text(request), config_text(own)])
-
-
 def submit(words: Sequence[str]) -> int:
     """Usage: ray --task TASK --ray-workers N --gpus-per-worker G [flags] [--submit]
 
@@ -89,7 +82,9 @@ def submit(words: Sequence[str]) -> int:
     request = on_device(request, "ray", "--gpus-per-worker", options.gpus_per_worker, options.cpu)
     processes = processes_each(request, "--ray-workers", options.ray_workers, options.gpus_per_worker)
     if not options.submit:
-        print(as_file(request, options))
+        flags = {n: f for n, f in flags_of(RayOptions).items() if getattr(options, n) != f.default}
+        own = [("ray", flags, {name: getattr(options, name) for name in flags})] if flags else []
+        print(HEAD, request_text(request), config_text(own), sep="\n")
         return DONE
     if importlib.util.find_spec("ray") is None:
         raise UserError("--submit needs: pip install 'isobatch[ray]', or 'ray[train]'")

@@ -113,8 +113,7 @@ def slurm(words: Sequence[str]) -> int:
     if options.submit and (silent := client.job_states(["1"]).get("1")) and silent.stage == "unknown":
         raise UserError(f"--submit: {silent.reason}")
     with contextlib.ExitStack() as locks:  # two submissions at once would make two jobs for a run
-        kept = locks if options.submit else None
-        runs = _runs_to_submit(requests, name if in_array else None, options, kept)
+        runs = _runs_to_submit(requests, name if in_array else None, options, locks)
         if runs:
             script, first = _script(runs, name, options, in_array), next(iter(runs))
             if not (options.make or options.submit):
@@ -130,7 +129,7 @@ def _runs_to_submit(
     requests: Mapping[int, Request],
     family: str | None,
     options: slurm_options.SlurmOptions,
-    locks: contextlib.ExitStack | None,
+    locks: contextlib.ExitStack,
 ) -> dict[int, RunFolder]:
     """Number -> run, of those with something left to train. An array, which has a `family`, leaves runs in
     the jobs they are in. Runs that are neither made nor submitted are only named.
@@ -141,7 +140,7 @@ def _runs_to_submit(
         if run.status() == "done":
             print_lines(f"{run.folder} has this recipe and is done (--again for a new run)")
             continue
-        if locks is not None:
+        if options.submit:
             locks.enter_context(run.lock("submit"))
         if family and (fact := whose_job(run)):
             print_lines(f"{fact}: it stays there")
@@ -243,9 +242,9 @@ def _script(
     measured = max(round(seconds_to_stop(run)) for run in runs.values())
     raw = slurm_options.option_words("--sbatch", options.sbatch)
     cpus, memory = _fair_share(options)
+    if not any(word.startswith("--mem") for word in raw):
+        options = dataclasses.replace(options, mem=options.mem or memory)
     extra = [(flag, str(value)) for flag in TAKEN_OVER if (value := getattr(options, flag))]
-    if memory and not options.mem and not any(word.startswith("--mem") for word in raw):
-        extra += [("mem", memory)]
     if options.after:
         # Without this Slurm keeps a job whose dependency failed in the queue for ever.
         jobs = options.after.replace(",", ":")
@@ -275,8 +274,8 @@ def _fair_share(options: slurm_options.SlurmOptions) -> tuple[int, str]:
     gpus = options.gpus_per_node
     default = client.NodeShape(DEFAULT_CPUS_PER_GPU * gpus or DEFAULT_CPUS, 0, "", 0)
     node = min(client.node_shapes(options.partition), default=default)
-    fair = max(1, node.cpus * gpus // node.gpus) if node.gpus and gpus else node.cpus
-    cpus = options.cpus_per_task or fair
+    share = gpus / node.gpus if node.gpus and gpus else 1.0
+    cpus = options.cpus_per_task or max(1, int(node.cpus * share))
     memory = int(MEMORY_SHARE * node.megabytes * min(1.0, cpus / node.cpus))
     return cpus, f"{memory}M" if memory else ""
 
