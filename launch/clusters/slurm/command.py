@@ -116,7 +116,7 @@ def slurm(words: Sequence[str]) -> int:
         runs = _runs_to_submit(requests, name if in_array else None, options, locks)
         if runs:
             script, first = _script(runs, name, options, in_array), next(iter(runs))
-            if not (options.make or options.submit):
+            if not (options.make or options.submit or options.assume_length):
                 script = dataclasses.replace(script, making=tuple(own_command("slurm", *words, "--make")))
             script = _show_plan(requests[first], runs[first], script, options)
             _hand_in(runs, requests, script, options)
@@ -131,8 +131,8 @@ def _runs_to_submit(
     options: slurm_options.SlurmOptions,
     locks: contextlib.ExitStack,
 ) -> dict[int, RunFolder]:
-    """Number -> run, of those with something left to train. An array, which has a `family`, leaves runs in
-    the jobs they are in. Runs that are neither made nor submitted are only named.
+    """Number -> run, of those with something left to train. An array leaves runs in the jobs they are in.
+    Runs that are neither made nor submitted are only named.
     """
     runs, makes = {}, options.make or options.submit
     for number, request in requests.items():
@@ -142,7 +142,7 @@ def _runs_to_submit(
             continue
         if options.submit:
             locks.enter_context(run.lock("submit"))
-        if family and (fact := whose_job(run)):
+        if (options.array or len(requests) > 1) and (fact := whose_job(run)):
             print_lines(f"{fact}: it stays there")
             continue
         refuse_if_in_a_job(run)
@@ -225,7 +225,9 @@ def _hand_in(
         return
     trained = ", ".join(folders)
     said = f"nothing is made: the script makes {trained} as it begins, --submit does now"
-    if number:
+    if options.assume_length:
+        said = "nothing is made: leave --assume-length out for a script that trains"
+    elif number:
         said = f"job {number} trains {trained}; `runs` shows how it stands"
     elif options.make:
         said = f"made {trained}: sbatch {path} trains them"

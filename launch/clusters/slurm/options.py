@@ -98,7 +98,7 @@ def validated(request: Request, options: SlurmOptions) -> Request:
     if options.time is None:
         raise UserError("slurm: needs --time, the limit of one leg, as in --time 12:00:00")
     parse_time_limit(options.time)
-    if options.submit and options.assume_length:
+    if (options.make or options.submit) and options.assume_length:
         raise UserError("--assume-length: is for the plan that is shown: leave it out where a job trains")
     if (setup := options.setup) and not Path(setup).expanduser().is_file():
         raise UserError(f"--setup {setup}: there is no such file")
