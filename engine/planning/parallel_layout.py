@@ -246,9 +246,9 @@ def does_not_fit(case: PlanningCase, processes: int) -> str:
         kind = re.sub(r"\d+", "", words)
         if kind not in ways and any(find_layout(other, count) for count in candidate_process_counts(other)):
             ways[kind] = words
-        if words in ways and words.startswith("without"):
+        if kind in ways and words.startswith("without"):
             break
-    ways["memory"] = f"a device of {need / USABLE / 1e9:.0f} GB"
+    ways["memory"] = f"memory of {need / USABLE / 1e9:.0f} GB"
     return f"{what} {gigabytes(need)}, and {may} may be used: {', or '.join(ways.values())} would do"
 
 
@@ -269,8 +269,8 @@ def _ways(case: PlanningCase) -> Iterator[tuple[str, PlanningCase]]:
         smaller = replace(case.recipe, optimizer="adamw8bit")
         yield f"--optimizer adamw8bit{end}", replace(case, recipe=smaller)
     flag = "--assume-length" if facts.extra.get("assumed") else "--max-length"
-    for most in (facts.longest >> halvings for halvings in range(1, 7)):
-        yield f"{flag} {most}{end}", replace(case, facts=replace(facts, lengths=(max(2, most),)))
+    for most in (max(2, facts.longest >> halvings) for halvings in range(1, 7)):
+        yield f"{flag} {most}{end}", replace(case, facts=replace(facts, lengths=(most,)))
     for count in (2, 4, 8, 16, 32, 64) if case.device == "cuda" and not machine.gpu.mobile else ():
         other = replace(machine, nodes=max(1, count // 8), gpus=(machine.gpu,) * min(8, count))
         if count > machine.devices:

@@ -115,7 +115,7 @@ def test_one_that_does_not_fit_says_why_beside_those_that_do() -> None:
 
 def test_what_fits_nowhere_says_why_on_the_largest() -> None:
     long = [target(machine, 200_000) for machine in ("t4", "rtx3050-laptop")]
-    why = r"fits none of them; t4: one sample of 200000 .*: --assume-length 50000, or a device of"
+    why = r"fits none of them; t4: one sample of 200000 .*: --assume-length 50000, or memory of"
     with pytest.raises(UserError, match=why):
         compare("--compare t4,rtx3050-laptop", long, {}, None)
 
@@ -170,7 +170,7 @@ def test_every_known_model_on_every_card_has_a_plan_or_flags_that_make_one(card:
             assert found.plan.least_memory_bytes <= found.plan.usable_memory_bytes
             continue
         ways = re.split(", or ", found.why_not.removesuffix(" would do").rpartition("be used: ")[2])
-        assert re.fullmatch(r"a device of \d+ GB", ways[-1]), found.why_not
+        assert re.fullmatch(r"memory of \d+ GB", ways[-1]), found.why_not
         for way in ways[:-1]:
             count = re.fullmatch(r"(\d+) such GPUs", way)
             machine = f"{max(1, int(count[1]) // 8)}x{min(8, int(count[1]))}x{card}" if count else card

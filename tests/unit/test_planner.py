@@ -165,7 +165,7 @@ def test_checkpointing_comes_where_nothing_fits_without() -> None:
     shape = dataclasses.replace(GPT2, vocabulary=0)
     plan = planned(LAPTOP, shape, long)
     assert plan.activation_checkpointing
-    with pytest.raises(UserError, match="without --activation-checkpointing off, or a device of"):
+    with pytest.raises(UserError, match="without --activation-checkpointing off, or memory of"):
         planned(LAPTOP, shape, long, activation_checkpointing="off", strategy="single")
 
 
@@ -211,16 +211,17 @@ def test_after_an_out_of_memory_the_budget_halves_down_to_one_sample() -> None:
         ("h100", GPT2, {"strategy": "zero2"}, "two or more processes"),
         ("t4", GPT2, {"attention": "flash"}, "compute capability 8.0"),
         ("t4", GPT2, {"memory_limit": "120%"}, "--memory-limit 120%"),
-        ("t4", GPT2, {"memory_limit": "1GB"}, "without --memory-limit 1GB, or a device"),
+        ("t4", GPT2, {"memory_limit": "1GB"}, "without --memory-limit 1GB, or memory"),
         (
             "cpu:2x24gb",
             sized(9, fit_bytes=2e9),
             {"memory_limit": "2GB"},
             "end fits to the data.* 2.4.* GB.* without --memory-limit 2GB",
         ),
-        ("rtx4080-laptop", SEVEN_B, {}, "needs 12.*: a device of 1.* GB would do"),
-        ("8xh100", SEVEN_B, {"strategy": "ddp"}, "used: without --strategy ddp, or a device"),
-        ("h100", SEVEN_B, {"strategy": "single"}, "used: without --strategy single"),
+        ("rtx4080-laptop", SEVEN_B, {}, "needs 12.*: memory of 1.* GB would do"),
+        ("8xh100", SEVEN_B, {"strategy": "ddp"}, "used: without --strategy ddp, or memory"),
+        ("h100", SEVEN_B, {"strategy": "single"}, "used: without --strategy single, or memory of"),
+        ("4xrtx4090", SEVEN_B, {"strategy": "zero3"}, "used: without --strategy zero3, or memory of"),
         ("8xh100", GPT2, {"processes": 4, "world": 8}, "the launcher formed a world of 8"),
     ],
 )
