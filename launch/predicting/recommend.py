@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 LISTS_AT_A_TIME = 1000
 ROWS_AT_A_TIME = 1 << 20
-QUANTITY = "quantity"
 MOST_NAMED = 5
 GUEST_COLUMNS = "a user and an item are needed: name them user_id and item_id, or as the run's data does"
 NOTHING_LEFT = "what users had is left out unless --with-seen, and --only and --without restrict the rest"
@@ -183,13 +182,16 @@ def _read_guests(
             for column, usual in ((user, "user_id"), (item, "item_id")):
                 readers.require_name(column or usual, [*row], where, otherwise=GUEST_COLUMNS)
             given = [row[str(item)]]
-        amount = _number(row.get(QUANTITY, 1))
+        quantity = usual_column("quantity", row)
+        amount = _number(row[quantity] if quantity else 1)
         if not isinstance(amount, float) or not 0 < amount < float("inf"):
-            raise UserError(f"{where}: {QUANTITY} {row[QUANTITY]}: leave out rows where it is not above 0")
+            raise UserError(
+                f"{where}: {quantity} {row[str(quantity)]}: leave out rows where it is not above 0"
+            )
         taken = guests.setdefault(str(row[user] if user else number), {})
         for name in lists.split_items(given) if isinstance(given, str) else map(str, given):
             if lists.knows_item(name):  # without a quantity an item counts once
-                taken[name] = taken.pop(name, 0.0) * (QUANTITY in row) + amount  # its last place counts
+                taken[name] = taken.pop(name, 0.0) * bool(quantity) + amount  # its last place counts
             else:
                 unknown.append(name)
     said = _unknown("--guests", unknown)

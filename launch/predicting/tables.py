@@ -43,7 +43,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 def is_table(text: str) -> bool:
     """Whether the text is the name of a file of rows, by its ending."""
-    return Path(text).suffix.lower() in ROW_ENDINGS
+    return Path(text.lower().removesuffix(readers.GZIP)).suffix in ROW_ENDINGS
 
 
 def check_file(name: str, flag: str = "--file") -> Path:

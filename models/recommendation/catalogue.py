@@ -98,7 +98,7 @@ def trained_before(final: Path, folder: str | Path) -> str:
         learnt = np.setdiff1d(file.get_tensor("had"), file.get_tensor("held_out"))
     same = int((np.isin(user * before["item"] + item, learnt) & (user >= 0) & (item >= 0)).sum())
     said = f"it was trained on {same:,} of the {len(user):,} interactions that are held out now"
-    way = "figures flatter it, but for what was bought again: keep its --split, and begin with a run that has one"
+    way = "figures flatter it, but for what was bought again: keep its --split, and hold out in both"
     return f"--from {final.parent}: {said}, so that {way}" if same else ""
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
     from isobatch.core.facts import Facts
     from isobatch.models.protocols import Batches
 
+SITUATIONS: dict[str, Any] = tomllib.loads(
+    Path(__file__).with_name("situations.toml").read_text(encoding="utf-8")
+)
 TRAINABLE_PARTS = ("projection", "fusion", "mlp", "ids")
 """What --trainable can name: the parts of the network that train besides the encoder."""
 LORA_BLOCKS = 4
@@ -113,23 +117,7 @@ class Recommender(Task):
         "auto --task recommender --from {run}",
     )
     set_beside: ClassVar = (*(f"full_{one}" for one in BASELINES), "full", *BASELINES)
-    defaults: ClassVar = {
-        **{"model": "small", "batch_size": 2048, "max_length": 64},
-        **{"lr": 1e-3, "weight_decay": 0.0, "clip": 0.0},
-    }
-    demo: ClassVar = {"model": "tiny", "batch_size": 256, "lr": 3e-3, "epochs": [12], "lora_blocks": 1}
-    fast: ClassVar = {"train_fraction": 0.3, "eval_fraction": 0.5, "min_delta": 0.002}
-    presets: ClassVar = {
-        "sequence": {
-            **{"samples": "sequences", "text": "off", "batch_size": 256, "max_length": 50, "negatives": 256},
-            **{"dropout": 0.3, "lr": 2e-3, "epochs": [60], "least_steps": 1000},
-        },
-        "ids": {  # Rendle et al. 2020: a product of vectors, logistic loss, regularized, wide
-            **{"text": "off", "loss": "bce", "negatives": 8, "dim": 192, "l2": 0.0025},
-            **{"lr": 2e-3, "schedule": "cosine", "epochs": [30], "least_steps": 1800},
-        },
-        "classics": {"text": "off", "head": "none", "dim": 1},
-    }
+    defaults, demo, fast, presets = (SITUATIONS[kind] for kind in ("defaults", "demo", "fast", "presets"))
 
     def __init__(self, recipe: Recipe, options: Any) -> None:
         super().__init__(recipe, options)

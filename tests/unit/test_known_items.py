@@ -144,6 +144,9 @@ def test_guests_have_the_lists_of_what_they_took_and_quantities_weigh_it(
     assert [each["items"] for each in same] == [one["items"], two["items"]]
     equal, _ = asked("c.csv", "user,item,quantity\ng,i1,3\ng,i2,3\nh,i20,1\n")
     assert equal["items"] == one["items"]
+    same, _ = asked("q.csv", "user,item,Qty\ng,i1,9\ng,i20,1\nh,i20,1\n")
+    assert same == asked("r.csv", "user,item,quantity\ng,i1,9\ng,i20,1\nh,i20,1\n")[0]
+    assert same["items"] != lists.for_items(["i1", "i20"], 4)
     weights = np.array([9.0, 1.0])
     more, even = (lists.new_user(np.array([1, 20]), w) @ lists.arrays["items"][1] for w in (weights, None))
     assert more > even
