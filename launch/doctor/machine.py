@@ -32,7 +32,6 @@ HAS_PIP = importlib.util.find_spec("pip") is not None
 PIP = f"{sys.executable} -m pip install" if HAS_PIP else f"uv pip install --python {sys.executable}"
 NEW_TORCH = f"{PIP} --upgrade torch, with the --index-url that pytorch.org names for this machine"
 REMEDIES = tomllib.loads(Path(__file__).with_name("remedies.toml").read_text(encoding="utf-8"))
-PROBES: dict[str, dict[str, Any]] = REMEDIES["probes"]
 WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -63,7 +62,7 @@ def check_machine(out: Path) -> Iterator[Check]:
 
 def probes_for(hardware: Hardware) -> list[Probe]:
     """What is tried: torch, sums over processes, and libraries that are here and often broken."""
-    libraries = [name for name in PROBES if PROBES[name]["function"] == "imported"]
+    libraries = [name for name, row in REMEDIES["probes"].items() if row["function"] == "imported"]
     found = [probe(name) for name in ("torch", "gloo", *filter(installed_version, libraries))]
     usable = [n for n, gpu in enumerate(hardware.gpus) if gpu.supported] if hardware.kind == "cuda" else []
     if usable:
@@ -73,7 +72,7 @@ def probes_for(hardware: Hardware) -> list[Probe]:
 
 def probe(name: str, **arguments: Any) -> Probe:
     """That of remedies.toml, with further arguments; `GPU 1` is one of GPU."""
-    row = PROBES[name.split()[0]]
+    row = REMEDIES["probes"][name.split()[0]]
     remedy = row["remedy"].format(reinstall=f"{PIP} --force-reinstall", new_torch=NEW_TORCH)
     return Probe(name, **{**row, "remedy": remedy, "arguments": row.get("arguments", {}) | arguments})
 

@@ -5,8 +5,6 @@ A new attempt begins from the last checkpoint after out-of-memory or a lost proc
 
 from __future__ import annotations
 
-import errno
-import os
 import re
 import shutil
 import sys
@@ -167,7 +165,7 @@ def _verdict_of(run: RunFolder, verdict: Verdict | None) -> Verdict:
     if verdict is None:
         dead = re.findall(r"rank\s*: (\d+) .*\n\s*exitcode\s*: -(\d+)", said.rpartition("Root Cause")[2])
         if shutil.disk_usage(run.folder).free <= FULL_DISK_BYTES:
-            full = disk_full(run.folder / "exit.json", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+            full = disk_full(run.folder / "exit.json", RuntimeError("No space left on device"))
             verdict = Verdict(FAILED, str(full), errors.DiskFullError.cause)
         elif dead:
             reason = "rank {} was ended by signal {}".format(*dead[-1])

@@ -374,11 +374,10 @@ def environment_elsewhere() -> dict[str, str]:
     """Our own variables and those of the model cache, for processes that inherit none from this one. They ask
     no hub where it does not answer here.
     """
-    offline = {} if hub_cache.is_reachable() else {hub_cache.OFFLINE[0]: "1"}
     folders = {CACHE: cache_folder(), consent.STATE: consent.state_folder()}
     return {
         **{name: str(folder.expanduser().absolute()) for name, folder in folders.items()},
         **{name: os.environ[name] for name in HUB_VARIABLES if os.environ.get(name)},
-        **offline,
+        **({} if hub_cache.is_reachable() else {hub_cache.OFFLINE[0]: "1"}),
         **consent.environment(),
     }

@@ -111,9 +111,6 @@ def render(request: Request, options: KubernetesOptions) -> str:
     world += [f"--master-addr={name}-0.{name}", f"--master-port={PORT}"]
     files = _files(request)
     metadata = {"name": name, "labels": {"app.kubernetes.io/name": "isobatch", "isobatch/run": name}}
-    gpus = options.gpus_per_node
-    limits = {"cpu": options.cpus or 8 * gpus or 4, "memory": options.mem or f"{32 * gpus or 16}Gi"}
-    limits |= {"nvidia.com/gpu": gpus} if gpus else {}
     data = {_key(place): text for place, text in files.items()}
     config = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
     environment = Environment(finalize=json.dumps, undefined=StrictUndefined)  # each value as JSON is YAML
@@ -121,7 +118,6 @@ def render(request: Request, options: KubernetesOptions) -> str:
         metadata=metadata,
         options=options,
         command=["python3", "-m", "isobatch", "pod", f"{VOLUME}/runs/{name}", f"{FILES}/{RECIPE}", *world],
-        limits={resource: str(value) for resource, value in limits.items()},
         items=[{"key": _key(place), "path": place} for place in files],
         restarts=request.run.max_restarts,
         for_good=[WRONG_INPUT, FAILED],

@@ -35,6 +35,7 @@ from isobatch.launch.clusters.cluster import refuse_if_in_a_job, whose_job
 from isobatch.launch.clusters.slurm import client, containers
 from isobatch.launch.clusters.slurm import options as slurm_options
 from isobatch.launch.clusters.slurm.legs import JobRequest, seconds_to_stop, stop_seconds
+from isobatch.launch.clusters.slurm.options import SlurmOptions
 from isobatch.launch.local.arguments import Request, labelled, parse_sweep
 from isobatch.launch.local.placement import find_or_create, processes_each
 from isobatch.launch.local.run_setup import environment_elsewhere
@@ -94,12 +95,12 @@ def slurm(words: Sequence[str]) -> int:
            for each of so many draws.
     """
     words = slurm_options.join_sbatch_value(words)
-    points = parse_sweep(words, "slurm", slurm_options.SlurmOptions)
-    options = slurm_options.SlurmOptions(**points[0][0].extra)
+    points = parse_sweep(words, "slurm", SlurmOptions)
+    options = SlurmOptions(**points[0][0].extra)
     if options.array:
         if points[0][0].recipe.seed or "seed" in points[0][1]:
             raise UserError("--seed: each task of --array is a seed of its own; leave one out")
-        points = parse_sweep([*words, f"--seed={options.array}"], "slurm", slurm_options.SlurmOptions)
+        points = parse_sweep([*words, f"--seed={options.array}"], "slurm", SlurmOptions)
     points = [(slurm_options.validated(request, options), swept) for request, swept in points]
     in_array = bool(options.array) or len(points) > 1
     if options.parallel and not in_array:
@@ -126,10 +127,7 @@ def slurm(words: Sequence[str]) -> int:
 
 
 def _runs_to_submit(
-    requests: Mapping[int, Request],
-    family: str | None,
-    options: slurm_options.SlurmOptions,
-    locks: contextlib.ExitStack,
+    requests: Mapping[int, Request], family: str | None, options: SlurmOptions, locks: contextlib.ExitStack
 ) -> dict[int, RunFolder]:
     """Number -> run, of those with something left to train. An array leaves runs in the jobs they are in.
     Runs that are neither made nor submitted are only named.
@@ -153,9 +151,7 @@ def _runs_to_submit(
     return runs
 
 
-def _show_plan(
-    request: Request, run: RunFolder, script: JobScript, options: slurm_options.SlurmOptions
-) -> JobScript:
+def _show_plan(request: Request, run: RunFolder, script: JobScript, options: SlurmOptions) -> JobScript:
     """Say what the job's nodes would make of the first run, as `plan` does, and whether --time is enough.
 
     The script, with the time that a stop takes by this plan.
@@ -195,10 +191,7 @@ def _show_plan(
 
 
 def _hand_in(
-    runs: Mapping[int, RunFolder],
-    requests: Mapping[int, Request],
-    script: JobScript,
-    options: slurm_options.SlurmOptions,
+    runs: Mapping[int, RunFolder], requests: Mapping[int, Request], script: JobScript, options: SlurmOptions
 ) -> None:
     """Print the script of these runs; where that is asked for, write and submit it, and say so."""
     text, path, number = render(script), script.folder / "job.sh", None
@@ -236,7 +229,7 @@ def _hand_in(
 
 
 def _script(
-    runs: Mapping[int, RunFolder], asked_name: str | None, options: slurm_options.SlurmOptions, in_array: bool
+    runs: Mapping[int, RunFolder], asked_name: str | None, options: SlurmOptions, in_array: bool
 ) -> JobScript:
     first = next(iter(runs.values())).folder
     time, name = (options.time or "").strip(), asked_name or first.name
@@ -269,7 +262,7 @@ def _script(
     )
 
 
-def _fair_share(options: slurm_options.SlurmOptions) -> tuple[int, str]:
+def _fair_share(options: SlurmOptions) -> tuple[int, str]:
     """(cores, memory) of the smallest node: cores as asked, else in proportion to the GPUs, all of them where
     it has none; of its memory the same share, less what the system takes. No memory where sinfo knows none.
     """
@@ -282,7 +275,7 @@ def _fair_share(options: slurm_options.SlurmOptions) -> tuple[int, str]:
     return cpus, f"{memory}M" if memory else ""
 
 
-def _container(request: Request, folder: Path, options: slurm_options.SlurmOptions) -> dict[str, Any] | None:
+def _container(request: Request, folder: Path, options: SlurmOptions) -> dict[str, Any] | None:
     """The container of a run in `folder`, for request.json. Raises UserError."""
     if options.container is None:
         return None
