@@ -82,8 +82,7 @@ def wrapped(text: str, width: int) -> str:
 
 
 def _broken(line: str, width: int, indent: str = "", cuts_words: bool = True) -> list[str]:
-    wrapper = textwrap.TextWrapper(width, subsequent_indent=indent, break_on_hyphens=False)
-    wrapper.break_long_words = cuts_words
+    wrapper = textwrap.TextWrapper(width, "", indent, break_long_words=cuts_words, break_on_hyphens=False)
     return [part.replace("\xa0", " ") for part in wrapper.wrap(_held(line))] or [""]
 
 

@@ -188,9 +188,8 @@ def doctor(words: Sequence[str]) -> int:
     """
     positional, options = read_command(words, RunsOptions, "doctor")
     run = Path(one_run(positional, "doctor")).expanduser() if positional else None
-    checks = check_run(run) if run else check_machine(Path(options.out))
     found = []
-    for check in checks:
+    for check in check_run(run) if run else check_machine(Path(options.out)):
         found.append(check)
         text = f"{check.state:<{STATE_WIDTH}}{check.name:<{NAME_WIDTH}}{' '.join(check.text.split())}"
         if check.remedy:  # under it
