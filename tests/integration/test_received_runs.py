@@ -378,11 +378,16 @@ def test_neighbours_belong_to_the_code(home: Path) -> None:
         consent.require(recipe, run)
 
 
-def test_a_models_code_is_known_by_its_content(home: Path) -> None:
+def test_a_models_code_is_known_by_its_content(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What training copies into final/ is what the user agreed to; one more file there is not."""
     (home / "model").mkdir()
     (home / "model" / "modeling.py").write_text("pass\n")
     recipe, _ = complete("causal-lm", {"model": str(home / "model"), "remote_code": True})
+    files = rf"causal-lm would execute .*: {home}/model/modeling.py: read it"
+    with monkeypatch.context() as untyped:
+        untyped.setattr(consent, "_allowed", set())
+        with pytest.raises(UserError, match=files):
+            consent.check(recipe)
     consent.remember(recipe)
     run = received(home, recipe)
     (run / "final" / "modeling.py").write_text("pass\n")

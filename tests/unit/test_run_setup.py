@@ -8,11 +8,12 @@ import pytest
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
+from isobatch.core.plan import PlanOptions
 from isobatch.engine.runs.run_folder import FolderTakenError, RunFolder
 from isobatch.launch.cli import guarded
 from isobatch.launch.commands.evaluate import evaluate
 from isobatch.launch.local.arguments import parse_request
-from isobatch.launch.local.run_setup import create_run, locate_data, prepare_facts
+from isobatch.launch.local.run_setup import create_run, locate_data, plan_for_training, prepare_facts
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -63,6 +64,19 @@ def test_facts_are_not_what_the_run_says_where_they_were_changed(tmp_path: Path)
     run = RunFolder(run.folder)
     locate_data(run, run.recipe, None)
     assert run.facts.folder == facts["folder"]
+
+
+@pytest.mark.parametrize(("here", "before"), [(1, 2), (2, 1), (2, 2)])
+def test_a_run_that_goes_on_with_other_processes_says_so(
+    here: int, before: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = made(tmp_path)
+    recipe, facts = run.recipe, run.facts
+    for processes in (before, here):
+        run.write_plan(plan_for_training(recipe, facts, PlanOptions(processes=processes), False, run))
+        run.metrics.touch()  # it has begun
+    said = capsys.readouterr().err
+    assert (f"processes: {here} here, {before} before; the same batches" in said) == (here != before)
 
 
 def test_another_task_file_than_the_trained_one_is_refused(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from isobatch.core import hub_cache
 from isobatch.core.errors import UserError
 from isobatch.core.facts import Facts
 from isobatch.core.package import ROOT, own_command
@@ -20,6 +21,7 @@ from isobatch.launch.clusters.slurm.legs import JobRequest
 from isobatch.launch.clusters.slurm.options import SlurmOptions, join_sbatch_value, step_words
 from isobatch.launch.clusters.slurm.step import srun_command
 from isobatch.launch.local.arguments import split_words
+from isobatch.launch.local.run_setup import environment_elsewhere
 
 PRINTABLE = st.text(st.characters(exclude_categories=["C", "Z"], include_characters=" "), min_size=1)
 
@@ -154,6 +156,15 @@ def test_no_secret_of_the_environment_is_in_the_script(monkeypatch: pytest.Monke
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("WANDB_API_KEY", "wandb_secret")
     assert "secret" not in command.render(script())
+
+
+@pytest.mark.parametrize(("answers", "said"), [(False, "1"), (True, None)])
+def test_a_job_asks_no_hub_that_does_not_answer(
+    answers: bool, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(hub_cache, "is_reachable", lambda: answers)
+    assert environment_elsewhere().get("HF_HUB_OFFLINE") == said
 
 
 @pytest.mark.parametrize(
