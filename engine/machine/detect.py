@@ -76,6 +76,9 @@ def detect(
     gpus = detect_gpus(env, execute, root)
     flags = re.search(r"^flags\s*:(.*)$", _read(root / "proc/cpuinfo"), re.MULTILINE)
     features = set(flags[1].split()) if flags else set()
+    limit = env.get("ONEDNN_MAX_CPU_ISA", "DEFAULT").upper()  # what oneDNN may not use counts as absent
+    if limit != "DEFAULT" and "AMX" not in limit:
+        features -= {"amx_bf16"} if "16" in limit.replace("AVX512_CORE", "") else {"amx_bf16", "avx512_bf16"}
     return Hardware(
         kind="cuda" if any(gpu.supported for gpu in gpus) else "cpu",
         gpus=gpus,

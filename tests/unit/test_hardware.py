@@ -240,6 +240,28 @@ def test_a_machine_without_gpu_asks_torch_nothing(tmp_path: Path) -> None:
     assert (machine.kind, machine.cpu_bf16, machine.cpu_amx, machine.wsl) == ("cpu", True, False, True)
 
 
+@pytest.mark.parametrize(
+    ("limit", "bf16", "amx"),
+    [
+        (None, True, True),
+        ("default", True, True),
+        ("AVX512_CORE_AMX", True, True),
+        ("AVX512_CORE_BF16", True, False),
+        ("AVX512_CORE_FP16", True, False),
+        ("AVX512_CORE", False, False),
+        ("AVX2", False, False),
+    ],
+)
+def test_what_onednn_may_not_use_of_a_processor_is_not_there(
+    limit: str | None, bf16: bool, amx: bool, tmp_path: Path
+) -> None:
+    """The tests plan alike on every processor by it."""
+    root = fixture(tmp_path, **{"proc/cpuinfo": "flags : avx2 avx512_bf16 amx_bf16\n"})
+    env = {} if limit is None else {"ONEDNN_MAX_CPU_ISA": limit}
+    machine = detect.detect(root=root, env=env, execute=lambda _: None)
+    assert (machine.cpu_bf16, machine.cpu_amx) == (bf16, amx)
+
+
 BUILD = {"architectures": ["sm_80", "sm_90"], "build": "13.0"}
 H200 = {**BUILD, "devices": [["NVIDIA H200", 141 * 10**9, 9, 0, ""]]}
 OLD_DRIVER = (
