@@ -255,7 +255,7 @@ def _request(
         raise UserError("--per-device-batch-size and --batch-size both say how large a batch is: give one")
     scaling = BatchScaling(**values["scaling"])
     asked = {**values["recipe"], **values["options"]}
-    if values["command"].get("assume_length"):
+    if values["command"].get("assume_length") and asked.get("model"):
         asked.setdefault("data", "elsewhere")  # a demo's recipe is for a minute on two cores
     if scaling.per_device_batch_size:  # before the mode's own batch is named
         asked["batch_size"] = scaling.per_device_batch_size
