@@ -255,7 +255,8 @@ def workload(name: str) -> LoadedWorkload:
         known = f"{nearest_hint(key, valid)}; valid: {', '.join(valid)}, or ./file.py:Class"
         raise UserError(f"--task {name}: there is no such task{known}")
     task = load(TASKS[key].task)
-    return LoadedWorkload(key, task, load(str(task.data)), load(task.streamed) if task.streamed else None)
+    data = load(task.data) if isinstance(task.data, str) else task.data
+    return LoadedWorkload(key, task, data, load(task.streamed) if task.streamed else None)
 
 
 def complete(task: str, values: Mapping[str, Any]) -> tuple[Recipe, list[str]]:
