@@ -168,12 +168,12 @@ class Interactions(TokenizedData):
         tokenizer, special = self._open_or_train_tokenizer(lambda: texts)
         tokens = self._encode_texts(tokenizer, texts, special["pad"] or 0)
         catalogue = folder / CATALOGUE
-        counts = found.logs["train"].counts("item", len(items))
         catalogue.mkdir()
         arrays = {"tokens": tokens.values, "offsets": tokens.offsets, "user_text": of_users}
-        arrays |= {"item_text": of_items, "counts": counts, "seen": found.seen}
+        arrays |= {"item_text": of_items, "seen": found.seen}
         arrays |= {"history": found.history, "starts": found.starts, "recent": found.recent_counts()}
-        arrays["trained"] = found.logs["train"].counts("user", len(users))
+        taken = found.logs["train"].counts
+        arrays |= {"counts": taken("item", len(items)), "trained": taken("user", len(users))}
         for name, array in arrays.items():
             save_array(catalogue / f"{name}.npy", array)
         tokenizer.save(str(folder / TOKENIZER_FILE))

@@ -28,7 +28,7 @@ from isobatch.launch.commands.export import PARITY
 from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.local.run_setup import is_prepared, open_run
 from isobatch.launch.predicting import tables
-from isobatch.launch.predicting.recommend import ListOptions, restrict
+from isobatch.launch.predicting.recommend import ListOptions, answer_users, restrict
 from isobatch.models import protocols
 from isobatch.models.encoder import prediction
 from isobatch.models.encoder.evaluation import has_text_pairs
@@ -225,7 +225,8 @@ def open_answerer(found: Found, options: ModelOptions) -> Answerer:
     """The model, read. Raises UserError, also for a flag that this kind of model does not read."""
     doing("loading the model")
     if isinstance(found, Path):
-        return _open_onnx(found, options)
+        _refuse_unread(options, "an ONNX file", "precision", "threshold", *prediction.COLUMNS)
+        return _classifier(prediction.open_onnx(found), options)
     if isinstance(found, chat.LanguageModel):
         return _writer(found, options.text_column, options)
     run, task, asked = found, task_of(found), found.recipe.options
@@ -238,7 +239,7 @@ def open_answerer(found: Found, options: ModelOptions) -> Answerer:
         lists = task.open_lists(run.final, options.by)
         print_lines(f"ranked by {lists.by}", *restrict(lists, options, asked.get("item_column")))
         users = tables.UserReader(text or asked.get("user_column"), lists=lists)
-        return Answerer(partial(_recommend, lists, options.top), users)
+        return Answerer(partial(answer_users, lists, options.top), users)
     if isinstance(task, protocols.ScoresAnswers):
         _refuse_unread(options, what)
         tokenizer = tokenizers.open_tokenizer(run.final / TOKENIZER_FILE)
@@ -269,12 +270,6 @@ def open_answerer(found: Found, options: ModelOptions) -> Answerer:
         predictor = dataclasses.replace(predictor, neighbours=found_near)
     known = has_text_pairs(run.facts) if is_prepared(run) else None  # a received run may name any folder
     return _classifier(predictor, options, True if asked.get("pair_column") else known, run)
-
-
-def _open_onnx(file: Path, options: ModelOptions) -> Answerer:
-    """The classifier in an ONNX file, without torch."""
-    _refuse_unread(options, "an ONNX file", "precision", "threshold", *prediction.COLUMNS)
-    return _classifier(prediction.open_onnx(file), options)
 
 
 def _classifier(
@@ -327,9 +322,3 @@ def _writer(model: chat.LanguageModel, column: str | None, options: ModelOptions
         return [{name: "".join(write_text(prompt, drawn))} for prompt in prompts]
 
     return Answerer(write, tables.PromptReader(column, template=model.template), write_text)
-
-
-def _recommend(lists: Any, top: int, users: Sequence[str | list[str]]) -> list[dict[str, Any]]:
-    """`users`: ids; or, of users who were not in training, the items they took."""
-    found = (lists.recommend(u, top) if isinstance(u, str) else lists.for_items(u, top) for u in users)
-    return [{f"{name}s": [e[name] for e in one] for name in ("item", "title", "score")} for one in found]

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from isobatch.core import number_ranges
 from isobatch.core.errors import UserError
@@ -74,6 +74,46 @@ class RecommendOptions(ListOptions, AnswerOptions):
     """Items like this one, by its id or title."""
     out: str | None = None
     """Write a row for each item here, Parquet, csv or jsonl; without another word the lists of all users."""
+
+
+class ListRequest(NamedTuple):
+    """What a client asks of a recommender for one user: an id, or items that somebody took."""
+
+    user: str | list[str]
+    top: int | None
+    without: frozenset[str]
+    """Ids of items that are not offered."""
+
+
+def answer_users(
+    lists: Recommendations, top: int, asked: Sequence[str | list[str] | ListRequest]
+) -> list[dict[str, Any]]:
+    """`items`, `titles` and `scores` for each, computed together for users by id. Raises UserError; a client
+    gets the popular list in its place, and the answer has `unknown` items, or why it is a `fallback`.
+    """
+    requests = [one if isinstance(one, ListRequest) else ListRequest(one, None, frozenset()) for one in asked]
+    most = max((one.top or top) + len(one.without) for one in requests)
+    ids = [user for user, *_ in requests if isinstance(user, str) and lists.knows_user(user)]
+    known, answers = dict(zip(ids, lists.recommend_each(ids, most), strict=True)), []
+    for request, (user, length, without) in zip(asked, requests, strict=True):
+        marks: dict[str, Any] = {}
+        try:
+            if isinstance(user, str):
+                found = known[user] if user in known else lists.recommend(user, most)
+            else:
+                if not user:
+                    raise UserError(f"{tables.ITEMS_COLUMN}: is empty")
+                if unknown := [item for item in user if not lists.knows_item(item)]:
+                    marks["unknown"] = unknown
+                found = lists.for_items([item for item in user if item not in unknown] or user, most)
+        except UserError as error:
+            if request is user:
+                raise
+            found, marks["fallback"] = lists.popular(most), str(error)
+        found = [entry for entry in found if entry["item"] not in without][: length or top]
+        columns = {f"{name}s": [entry[name] for entry in found] for name in ("item", "title", "score")}
+        answers.append(columns | marks)
+    return answers
 
 
 def recommend(words: Sequence[str]) -> int:

@@ -267,21 +267,22 @@ class UserReader(RowReader):
     """Where given, unknown items of a row are put here, each with its place, and their row goes on."""
 
     def from_row(self, row: Mapping[str, Any], where: str) -> str | list[str]:
-        taken = None if self.column else row.get(ITEMS_COLUMN)
+        taken = None if self.column in row else row.get(ITEMS_COLUMN)
         if isinstance(taken, str) and taken.strip():
             taken = self.lists.split_items(taken)
         if isinstance(taken, list):
             return self._known_items([str(item) for item in taken], f"{where}: {ITEMS_COLUMN}")
-        named = usual_column("user", row) or "user_id"
-        user = self.from_text(row[find_column(row, self.column, [named], where)], where)
+        column = find_column(row, self.column, [usual_column("user", row) or "user_id"], where)
+        user = self.from_text(row[column], where)
         if self.left_out is not None and not self.lists.knows_user(user):
             raise UnansweredRowError(f"{where}: user {user}: is not in the training data", UNKNOWN_USER)
         return user
 
     def _known_items(self, items: list[str], where: str) -> list[str]:
-        known = [n for n in items if self.left_out is None or self.lists.knows_item(n)]
-        if self.left_out is not None:
-            self.left_out.extend(f"{where}: item {item}" for item in items if item not in known)
+        if self.left_out is None:
+            return items
+        known = [item for item in items if self.lists.knows_item(item)]
+        self.left_out.extend(f"{where}: item {item}" for item in items if item not in known)
         if not known:
             raise UnansweredRowError(f"{where}: is empty, or unknown to training: leave it out", UNKNOWN_USER)
         return known

@@ -17,6 +17,7 @@ from starlette.routing import Route
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import nearest_hint
+from isobatch.launch.predicting.recommend import ListRequest
 from isobatch.launch.predicting.tables import ITEMS_COLUMN, UserReader
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ MAX_SAMPLES = 1024
 """Texts or rows of a request."""
 MAX_CHARACTERS = 1 << 16
 """Of one of them: all are tokenized, though the model reads less."""
+LIST_FIELDS, MAX_TOP = (ITEMS_COLUMN, "top", "without"), 1000
+"""What only a recommender reads, and the longest list that a client may ask for."""
 PART_SAMPLES, BATCH_SAMPLES = 32, 256
 """A request takes turns with others after so many; a batch takes no further request once it has so many."""
 
@@ -120,9 +123,10 @@ class BatchingQueue:
 def prediction_app(name: str, answerer: Answerer) -> Starlette:
     """POST /predict with {"texts": [...]} or {"rows": [{...}]}: {"predictions": [...]}.
 
-    A recommender also takes {"items": [...]}, what a user took who was not in training.
+    A recommender also takes {"items": [...]}, what a user took who was not in training, `top` and `without`.
+    Of whom it knows nothing it gives the popular list, but to a request of which it knows nothing.
     """
-    queue = BatchingQueue(answerer.predict)
+    queue, has_lists = BatchingQueue(answerer.predict), isinstance(answerer.rows, UserReader)
 
     async def predict(request: Request) -> Response:
         answers, samples = [], _samples(await read_body(request), answerer)
@@ -130,6 +134,8 @@ def prediction_app(name: str, answerer: Answerer) -> Starlette:
             if await request.is_disconnected():
                 raise ClientDisconnect
             answers += await queue.ask(samples[start : start + PART_SAMPLES])
+        if has_lists and all("fallback" in answer for answer in answers):
+            raise HTTPException(400, answers[0]["fallback"])
         return JSONResponse({"model": name, "predictions": answers})
 
     return application([Route("/predict", predict, methods=["POST"])], name)
@@ -137,9 +143,16 @@ def prediction_app(name: str, answerer: Answerer) -> Starlette:
 
 def _samples(body: dict[str, Any], answerer: Answerer) -> list[Any]:
     """Raises HTTPException, and UserError for a text or row that cannot be read."""
-    if isinstance(answerer.rows, UserReader) and body.keys() == {ITEMS_COLUMN}:
-        return [answerer.rows.from_row(body, "the request")]
-    refuse_unknown(body, ("texts", "rows"))
+    rows, top, without = answerer.rows, None, list[Any]()
+    users = rows if isinstance(rows, UserReader) else None
+    refuse_unknown(body, ("texts", "rows", *(LIST_FIELDS if users else ())))
+    if users:
+        top, without = body.pop("top", None), body.pop("without", [])
+        if top is not None and (type(top) is not int or not 1 <= top <= MAX_TOP):
+            raise HTTPException(400, f"top: must be a whole number from 1 to {MAX_TOP:,}")
+        if not isinstance(without, list) or len(without) > MAX_SAMPLES:
+            raise HTTPException(400, f"without: must be a list of ids or titles, {MAX_SAMPLES:,} at most")
+        body = {"rows": [body]} if body.keys() == {ITEMS_COLUMN} else body
     if len(body) != 1:
         raise HTTPException(400, 'give {"texts": [...]} or {"rows": [{...}]}')
     ((field, values),) = body.items()
@@ -149,8 +162,10 @@ def _samples(body: dict[str, Any], answerer: Answerer) -> list[Any]:
         raise HTTPException(400, "rows: must be objects, as columns by name")
     if any(len(str(value)) > MAX_CHARACTERS for value in values):
         raise HTTPException(400, f"{field}: each may have at most {MAX_CHARACTERS:,} characters")
-    read = answerer.rows.from_text if field == "texts" else answerer.rows.from_row
-    return [read(value, f"{field}[{n}]") for n, value in enumerate(values)]
+    read = rows.from_text if field == "texts" else rows.from_row
+    samples = [read(value, f"{field}[{n}]") for n, value in enumerate(values)]
+    out = frozenset(item for name in without for item in users.lists.ids_of(str(name))) if users else None
+    return samples if out is None else [ListRequest(user, top, out) for user in samples]
 
 
 def application(routes: list[Route], name: str) -> Starlette:

@@ -198,8 +198,7 @@ def _scorers(net: Any, kept: Mapping[str, Arrays]) -> dict[str, ranking.Scorer]:
         ),
         POPULARITY: lambda user, _: net.counts.float().cpu().expand(len(user), -1),
     }
-    for name in (n for n in CLASSICS if n in kept):
-        found[name] = partial(_score_classic, net, name, kept[name])
+    found |= {name: partial(_score_classic, net, name, kept[name]) for name in CLASSICS if name in kept}
     if BLEND in kept:
         shares = [(found[name], float(share)) for name, share in kept[BLEND].items()]
         found[BLEND] = lambda user, inputs: sum(

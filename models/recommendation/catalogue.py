@@ -76,12 +76,12 @@ def kept_rows(
         rows[np.setdiff1d(np.flatnonzero(rows < 0), trained[what])] = -2
         found[f"{what}_bias.weight"] = rows
         found[f"{what}_ids.weight"] = np.where(rows < 0, -2, rows) if reads_texts else rows
-    whole = "; --data should hold all interactions, not those of a day alone" * (2 * gone > before[what])
-    line = f"--from {final.parent}: {'; '.join(said)}{whole}"
+    line = f"--from {final.parent}: {'; '.join(said)}"
     if not (fits or reads_texts):
         way = f"give data with the ids of that run, or --like {final.parent}, which takes its recipe alone"
         raise UserError(f"{line}: {way}")
-    return found, line
+    whole = "; --data should hold all interactions, not those of a day alone" * (2 * gone > before[what])
+    return found, line + whole
 
 
 def trained_before(final: Path, folder: str | Path) -> str:

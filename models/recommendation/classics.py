@@ -296,14 +296,9 @@ def als_users(kept: Arrays, x: Tensor) -> Tensor:
     return als_vectors(kept["items"], x, *kept["settings"].tolist())
 
 
-def als_scores(kept: Arrays, x: Tensor) -> Tensor:
-    """(B, items): the users' vectors are solved for what they had."""
-    return als_users(kept, x) @ kept["items"].T
-
-
 CLASSICS = {
     RECENT: Classic(fit_recent, lambda kept, x: kept["counts"].float().expand(len(x), -1)),
     KNN: Classic(fit_knn, weighted_sums),
     EASE: Classic(fit_ease, weighted_sums),
-    ALS: Classic(fit_als, als_scores),
+    ALS: Classic(fit_als, lambda kept, x: als_users(kept, x) @ kept["items"].T),
 }

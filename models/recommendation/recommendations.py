@@ -188,11 +188,23 @@ class Recommendations:
 
     def recommend(self, user: str, top: int) -> list[dict[str, Any]]:
         """`item`, `title` and `score` of the same items."""
-        number = self._user_numbers.get(_as_known(user, self._user_numbers))
-        if number is None:
+        return self.recommend_each([user], top)[0]
+
+    def recommend_each(self, users: Sequence[str], top: int) -> list[list[dict[str, Any]]]:
+        """The same for each of these users, computed together."""
+        if unknown := [user for user in users if not self.knows_user(user)]:
             shown = ", ".join(self.users[:5])
-            raise RecommendationError(f"user {user}: is not in the training data (ids such as {shown})")
-        return self._entries(*self.lists([number], top))
+            raise RecommendationError(f"user {unknown[0]}: is not in the training data (ids such as {shown})")
+        numbers = [self._user_numbers[_as_known(user, self._user_numbers)] for user in users]
+        return self._entries(*self.lists(numbers, top)) if numbers else []
+
+    def popular(self, top: int) -> list[dict[str, Any]]:
+        """What most users took in training, for somebody of whom nothing is known."""
+        return self._entries(*self._top(self.counts[None].astype(float), np.arange(0), top))[0]
+
+    def ids_of(self, item: str) -> list[str]:
+        """Of the items that have this id or title."""
+        return [self.items[number] for number in self._numbers_of(item)]
 
     def lists(self, users: Sequence[int], top: int) -> tuple[np.ndarray, np.ndarray]:
         """(users, top) numbers of the best items of users by number, the best first, and their scores.
@@ -306,7 +318,7 @@ class Recommendations:
                 f"{names}: {UNTRAINED}, so that nothing is told of a user by it: {WAY_OUT}"
             )
         scores = self.scores_for(telling, weights[kept])
-        return self._entries(*self._top(scores[None], taken, top))
+        return self._entries(*self._top(scores[None], taken, top))[0]
 
     def scores_for(self, taken: np.ndarray, amounts: Any = 1.0) -> Any:
         """(items,) scores for a user who was not in training and took these different items, by number."""
@@ -448,7 +460,7 @@ class Recommendations:
             )
         scores = np.where(self._known, self.similarities(number), -np.inf)
         scores[number] = -np.inf
-        return self._entries(*self._top(scores[None], np.arange(0), top))
+        return self._entries(*self._top(scores[None], np.arange(0), top))[0]
 
     def similarities(self, number: int) -> Any:
         """(items,) how alike each item is to this one."""
@@ -461,12 +473,8 @@ class Recommendations:
         v = self.arrays["items"].astype(np.float64)
         return v / np.maximum(np.linalg.norm(v, axis=1, keepdims=True), np.finfo(v.dtype).tiny)
 
-    def _had(self, user: int) -> np.ndarray:
-        """Numbers of the items that a user had, ascending."""
-        return self._had_by(np.array([user]))[1]
-
     def _had_by(self, users: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(place among `users`, item) of all that they had."""
+        """(place among `users`, item) of all that they had, items ascending."""
         owner, places = _spans(self._starts, users)
         return owner, self.arrays["had"][places] - users[owner] * len(self.items)
 
@@ -499,12 +507,15 @@ class Recommendations:
         found[where], best[where] = items[kept], values[kept]
         return found, best
 
-    def _entries(self, items: np.ndarray, scores: np.ndarray) -> list[dict[str, Any]]:
-        """The first list as dictionaries."""
+    def _entries(self, items: np.ndarray, scores: np.ndarray) -> list[list[dict[str, Any]]]:
+        """The lists as dictionaries."""
         return [
-            {"item": self.items[n], "title": self.titles[n], "score": score}
-            for n, score in zip(items[0].tolist(), scores[0].tolist(), strict=True)
-            if n >= 0
+            [
+                {"item": self.items[n], "title": self.titles[n], "score": score}
+                for n, score in zip(*one, strict=True)
+                if n >= 0
+            ]
+            for one in zip(items.tolist(), scores.tolist(), strict=True)
         ]
 
 
@@ -539,7 +550,7 @@ class BaselineRecommendations(Recommendations):
     def vectors(self, users: np.ndarray) -> np.ndarray:
         if "users" in self._kept:
             return self._kept["users"][users]
-        return np.stack([self.new_user(self._had(n)) for n in users.tolist()])
+        return np.stack([self.new_user(self._had_by(users[[n]])[1]) for n in range(len(users))])
 
     def _score(self, users: np.ndarray, room: np.ndarray, *rooms: np.ndarray) -> Scored:
         if self.by == ALS:

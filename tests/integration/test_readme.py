@@ -110,7 +110,7 @@ def test_recommend_items(tmp_path: Path) -> None:
     names = ["lamp", "desk", *(f"i{n}" for n in range(2, 17))]
     more = [f"u{n % 24},{names[n * n % 17]},{1700000300 + n}" for n in range(300)]
     (tmp_path / "shop" / "interactions.csv").write_text(sample + "\n".join(more) + "\n")
-    run([*train, "--steps", "100", "--quiet"], tmp_path)
+    run([*train, "--quiet"], tmp_path)
     counts = [
         len(re.findall(r"^ .*\b(?:i\d+|lamp|desk)$", run(ask, tmp_path), re.MULTILINE)) for ask in asked
     ]

@@ -179,9 +179,14 @@ def test_lists_and_figures_are_those_of_the_file_that_is_kept(by: str, tmp_path:
         assert any((kept["recent.counts"] == counts.numpy()).all() for counts in model.recent)
         scores = np.tile(kept["recent.counts"].astype(float), (USERS, 1))
     elif by == "als":
-        scores = classics.als_scores(
-            {part: torch.from_numpy(kept[f"als.{part}"]) for part in ("items", "settings")}, training(model).x
-        ).numpy()
+        scores = (
+            classics.CLASSICS["als"]
+            .score(
+                {part: torch.from_numpy(kept[f"als.{part}"]) for part in ("items", "settings")},
+                training(model).x,
+            )
+            .numpy()
+        )
     else:
         scores = x @ dense({part: kept[f"{by}.{part}"] for part in ("starts", "targets", "values")})
     lists = open_recommendations(tmp_path, by)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import itertools
 import json
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from starlette.testclient import TestClient
 
 from isobatch.core.errors import UserError
 from isobatch.launch.predicting import recommend
 from isobatch.launch.predicting.predict import Answerer
-from isobatch.launch.predicting.recommend import ListOptions, RecommendOptions, answer, restrict
+from isobatch.launch.predicting.recommend import ListOptions, RecommendOptions, answer, answer_users, restrict
 from isobatch.launch.predicting.tables import UserReader
+from isobatch.launch.serving.app import prediction_app
 from isobatch.models.recommendation import recommendations
 from isobatch.models.recommendation.recommendations import (
     BASELINES,
@@ -286,12 +289,76 @@ def test_items_can_be_left_out_or_be_the_only_ones(tmp_path: Path) -> None:
 
 def answerer(folder: Path) -> Answerer:
     lists = open_lists(folder)
+    return Answerer(partial(answer_users, lists, 2), UserReader(lists=lists))
 
-    def predict(users: Sequence[Any]) -> list[dict[str, Any]]:
-        found = [lists.recommend(u, 2) if isinstance(u, str) else lists.for_items(u, 2) for u in users]
-        return [{f"{n}s": [e[n] for e in entries] for n in ("item", "title", "score")} for entries in found]
 
-    return Answerer(predict, UserReader(lists=lists))
+KNOWN: dict[str, tuple[dict[str, Any], Any, list[str]]] = {
+    "a user": ({"user": "u1"}, "u1", []),
+    "a basket": ({"items": ["i1", "Book 2"]}, ["i1", "i2"], []),
+    "a basket in a text": ({"items": "i1, Bug's Life, A"}, ["i1", "i4"], []),
+    "some of a basket": ({"items": ["new", "i1", "newer"]}, ["i1"], ["new", "newer"]),
+}
+"""A row, the user or the items that it names, and what of it training does not know."""
+NOT_KNOWN = {
+    "a user": ({"user": "nobody"}, "user nobody: is not in the training data"),
+    "a basket": ({"items": ["new"]}, "item new: is not in the training data"),
+    "nothing taken": ({"items": []}, "items: is empty"),
+    "a title of two items": ({"items": ["i1", "Chasing Amy"]}, "Chasing Amy: 2 items have this title"),
+}
+
+
+@pytest.mark.parametrize("strange", NOT_KNOWN)
+@pytest.mark.parametrize("known", KNOWN)
+def test_a_request_fails_only_where_nothing_of_it_is_known(known: str, strange: str, tmp_path: Path) -> None:
+    write_model(tmp_path, counts={9: 90, 7: 80, 8: 70})
+    told = json.loads((tmp_path / "names.json").read_text())
+    told["titles"][6] = told["titles"][20] = "Chasing Amy"
+    (tmp_path / "names.json").write_text(json.dumps(told))
+    lists, (row, why) = open_lists(tmp_path), NOT_KNOWN[strange]
+    client = TestClient(prediction_app("shop", answerer(tmp_path)))
+    there, asked, unknown = KNOWN[known]
+    body = {"rows": [row, there, row], "top": 3, "without": ["Book 7", "gone"]}
+    first, own, last = client.post("/predict", json=body).json()["predictions"]
+    assert first["items"] == ["i9", "i8", "i0"], "what most took, less i7"
+    assert (first["items"], first["scores"]) == (last["items"], last["scores"])
+    assert why in first["fallback"]
+    assert own.get("unknown", []) == unknown
+    assert "fallback" not in own
+    (alone,) = client.post("/predict", json=body | {"rows": [there]}).json()["predictions"]
+    assert alone == own
+    wanted = lists.recommend(asked, 9) if isinstance(asked, str) else lists.for_items(asked, 9)
+    assert own["items"] == [entry["item"] for entry in wanted if entry["item"] != "i7"][:3]
+    refused = client.post("/predict", json=body | {"rows": [row, row]})
+    assert refused.status_code == 400
+    assert why in refused.json()["error"]["message"]
+
+
+def test_what_a_client_may_ask_of_lists(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    client, lists = TestClient(prediction_app("shop", answerer(tmp_path))), open_lists(tmp_path)
+
+    def asked(**body: Any) -> Any:
+        return client.post("/predict", json=body).json()
+
+    assert asked(texts=["u1", "u2"])["predictions"] == [
+        {f"{n}s": [entry[n] for entry in lists.recommend(user, 2)] for n in ("item", "title", "score")}
+        for user in ("u1", "u2")
+    ]
+    (five,) = asked(items=["i1"], top=5)["predictions"]
+    assert five["items"] == names(lists.for_items(["i1"], 5))
+    wrong: dict[str, tuple[dict[str, Any], ...]] = {
+        "top: must be a whole number from 1 to 1,000": (
+            {"top": 0},
+            {"top": 1001},
+            {"top": True},
+            {"top": "3"},
+        ),
+        "without: must be a list": ({"without": "i1"}, {"without": ["i"] * 1025}),
+        "did you mean top?": ({"topp": 3},),
+    }
+    for why, wishes in wrong.items():
+        for wish in wishes:
+            assert why in asked(texts=["u1"], **wish)["error"]["message"]
 
 
 def test_unknown_rows_are_counted_and_the_others_are_written_as_lists(

@@ -106,7 +106,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "missing": (TextReader(), {"txt": "a"}, "here: has no column sentence or text"),
     "misspelt": (TextReader("texts"), {"text": "a"}, r"no column texts \(did you mean text\?\)"),
     "empty": (TextReader(), {"text": ""}, "here: text: is empty"),
-    "nothing taken": (UserReader(), {"items": []}, "here: items: is empty"),
+    "nothing taken": (UserReader(left_out=[]), {"items": []}, "here: items: is empty"),
     "no ids": (SequenceReader(), {"tokens": ["a"]}, "a list of whole numbers"),
 }
 
