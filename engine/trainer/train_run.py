@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -58,6 +59,8 @@ if TYPE_CHECKING:
 
 TRIED_SAMPLES = 64
 """Held-out samples with which a user's own task is tried before its first step."""
+FEW_STEPS = 30
+"""A run of fewer, whose number the epochs decide, is told so: a model and its head hardly move."""
 
 
 @dataclass(slots=True)
@@ -253,10 +256,13 @@ def _headline(state: Training, builder: Builder) -> str:
     steps, step = sum(s.steps for s in builder.schedules), plan.predicted_step_seconds
     size = state.task.model_size(state.facts)
     seconds = steps * step + evaluation_seconds(recipe, state.facts, builder.schedules, size, plan)
+    epochs = math.ceil(sum(recipe.epochs or [1.0]) * FEW_STEPS / max(steps, 1))
+    few = steps < FEW_STEPS and recipe.data is not None and recipe.steps is None
     return (
         f"{recipe.task}: {state.facts.samples['train']:,} samples, global batch"
         f" {recipe.batch_size}, {steps:,} steps on {world.size} x"
         f" {world.device.type} in {plan.precision} ({plan.invariance});"
         f" about {format_duration(seconds)}, evaluations included"
         + (f"\n{size.remark}" if size.remark else "")
+        + (f"\n{steps} steps hardly change a model: --epochs {epochs} makes {FEW_STEPS}" if few else "")
     )

@@ -164,10 +164,17 @@ class Proof:
         judged = redone.judged
         if judged is not None and best is not None and not abs(judged - best) <= max(allowed, 2e-6):
             self.problems.append(f"the best evaluation is {best} logged, and {judged:.6g} measured again")
-        measured = [(split, name, v) for split, found in redone.metrics.items() for name, v in found.items()]
-        same = all(log.splits.get(split, {}).get(n) == v for split, n, v in measured if not is_time(n))
-        if measured:
-            how = "exactly" if same else f"within {max(allowed, LEAST):.0e}"
+        found = [(split, name, v) for split, metrics in redone.metrics.items() for name, v in metrics.items()]
+        pairs = [(v, log.splits.get(split, {}).get(name)) for split, name, v in found if not is_time(name)]
+        numbers = [(new, old) for new, old in pairs if isinstance(old, float | int)]
+        moved = max((abs(new - old) / max(1.0, abs(old)) for new, old in numbers), default=0.0)
+        if found:
+            same = all(new == old for new, old in pairs)
+            how = (
+                "exactly"
+                if same
+                else f"{moved:.1e} apart at most, where {max(allowed, LEAST):.0e} is allowed"
+            )
             self.covered.append(f"held-out metrics recomputed {how}")
 
 
