@@ -99,7 +99,7 @@ def train_sweep(points: Sequence[Point], options: AutoOptions) -> int:
     going, folder = runs, _folder(points)
     for share in (*(keeps**-rung for rung in range(count, 0, -1)), None):
         if STOPPED in (one.train(options.trust, share) for one in going):
-            print_lines("the same command again goes on with the whole sweep", quiet=options.quiet)
+            print_lines("the same command again goes on with the whole sweep", quiet=first.run.quiet)
             return STOPPED
         if share:
             scores, going = judge(going, share, keeps, _monitor(going))
