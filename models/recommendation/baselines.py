@@ -171,8 +171,8 @@ def _write(final: Path, net: Any, fitted: Mapping[str, Fitted], best: str) -> No
     if best == ALS or (best == BLEND and ALS in kept[BLEND]):  # solved once, for the lists of all users
         x = input_matrix(net, torch.arange(len(net.user_text)), net.starts.diff())
         arrays[f"{ALS}.users"] = als_users(kept[ALS], x)
-    numbers = {name: fitted[name].number for name in (KNN, EASE, ALS)}  # windows of time are the data's own
-    numbers = {name: number for name, number in numbers.items() if number is not None}
+    # Windows of time are the data's own.
+    numbers = {n: fitted[n].number for n in (KNN, EASE, ALS) if fitted[n].number is not None}
     save_file(arrays, final / BASELINES_FILE, {"best": best, "settings": json.dumps(numbers)})
     atomic_files.share_as_umask_allows(final)
 

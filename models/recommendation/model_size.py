@@ -53,13 +53,12 @@ def recommender_size(
         all_widths = [2 * dim if options.head == "mlp" else dim, *layers, 1]
         count += sum(a * b + b for a, b in itertools.pairwise(all_widths))
         mlp_width = sum(layers)
-    if config is not None:
-        encoder, layers_of_encoder, hidden = _encoder_size(config)
-        cached, flops = _text_costs(recipe, options, facts, layers_of_encoder, hidden)
-        count += (1 if in_sequences else 2) * (hidden * dim + dim + 2 * dim * dim + dim)
     why = "its tables are updated by rows" if options.sparse_tables else ""
     if config is not None:
         why = "it computes parts of its encoder by themselves"
+        encoder, layers_of_encoder, hidden = _encoder_size(config)
+        cached, flops = _text_costs(recipe, options, facts, layers_of_encoder, hidden)
+        count += (1 if in_sequences else 2) * (hidden * dim + dim + 2 * dim * dim + dim)
     negatives = options.cohort or num_negatives(options)
     scored = 1 + (min(negatives, items) if shared else negatives)
     pairs = 1 if shared and options.head == "dot" else scored

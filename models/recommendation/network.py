@@ -58,19 +58,13 @@ class RecommenderNet(nn.Module):
         """How many items a user takes at all: it changes no ranking, but probabilities need it."""
         if self.user_bias is not None:
             nn.init.zeros_(self.user_bias.weight)
-        for name, texts in (("user_text", catalogue.user_text), ("item_text", catalogue.item_text)):
-            self.register_buffer(name, torch.from_numpy(texts.astype("int64")), persistent=False)
-        for name in ("seen", "counts", "history", "starts", "trained", "recent"):
-            self.register_buffer(name, torch.from_numpy(getattr(catalogue, name)), persistent=False)
-        self.user_text: Tensor
-        self.item_text: Tensor
-        self.seen: Tensor
+        self.user_text = _fixed(catalogue.user_text.astype("int64"))
+        self.item_text = _fixed(catalogue.item_text.astype("int64"))
+        self.seen = _fixed(catalogue.seen)
         """(n,) int64, sorted: user * items + item of every training interaction."""
-        self.history: Tensor
-        self.starts: Tensor
-        self.trained: Tensor
-        self.recent: Tensor
-        self.counts: Tensor
+        self.history, self.starts = _fixed(catalogue.history), _fixed(catalogue.starts)
+        self.trained, self.recent = _fixed(catalogue.trained), _fixed(catalogue.recent)
+        self.counts = _fixed(catalogue.counts)
         """(items,) number of training interactions."""
         self.repeats = False
         """Whether what a user had may come again, and stays among the candidates of a ranking."""
@@ -218,6 +212,11 @@ def spans(first: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     rows = torch.repeat_interleave(torch.arange(len(first), device=first.device), counts)
     start = torch.cumsum(counts, 0) - counts
     return rows, torch.arange(len(rows), device=first.device) - start[rows] + first[rows]
+
+
+def _fixed(array: np.ndarray) -> nn.Buffer:
+    """What the data says: on the model's device, and not in checkpoints."""
+    return nn.Buffer(torch.from_numpy(array), persistent=False)
 
 
 def _ids(count: int, dim: int, trained: np.ndarray) -> nn.Embedding:

@@ -93,10 +93,7 @@ class SequenceNet(RecommenderNet):
         rows = self.history[places.clamp_max(len(self.history) - 1)].long()
         return rows * (columns < length[:, None]), length
 
-    @torch.no_grad()
-    def all_vectors(self) -> tuple[Tensor, Tensor]:
-        """(users, d), each of all that the user had, and (items, d)."""
-        device = self.user_text.device
-        users, items = (torch.arange(len(t), device=device) for t in (self.user_text, self.item_text))
-        found = [self.vectors(part, items[:0])[0] for part in users.split(USERS_AT_ONCE)]
-        return torch.cat(found), self.item_vectors(items)
+    def _fused_vectors(self, user: Tensor, item: Tensor) -> tuple[Tensor, Tensor]:
+        """(n, d) of users, each of all that the user had, and (m, d) of items."""
+        found = [self.vectors(part, item[:0])[0] for part in user.split(USERS_AT_ONCE)]
+        return torch.cat(found), self.item_vectors(item)

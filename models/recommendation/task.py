@@ -241,14 +241,12 @@ class Recommender(Task):
 
             sizes = {"longest": self.recipe.max_length, "blocks": options.blocks, "heads": options.heads}
             dropout = self.recipe.dropout or 0.0
-            sequences = SequenceNet(catalogue, options.dim, encoder, dropout=dropout, **sizes)
-            sequences.repeats = bool(facts.extra.get("repeats"))
-            return sequences
-        layers = model_size.parse_layer_widths(options.layers)
-        # Probabilities need to know how many items a user takes.
-        bias = options.loss != "sampled-softmax"
-        head = options.head if self._has_network else "dot"
-        net = RecommenderNet(catalogue, options.dim, layers, head, encoder, user_bias=bias)
+            net: RecommenderNet = SequenceNet(catalogue, options.dim, encoder, dropout=dropout, **sizes)
+        else:
+            layers = model_size.parse_layer_widths(options.layers)
+            # Probabilities need to know how many items a user takes.
+            bias, head = options.loss != "sampled-softmax", options.head if self._has_network else "dot"
+            net = RecommenderNet(catalogue, options.dim, layers, head, encoder, user_bias=bias)
         net.repeats = bool(facts.extra.get("repeats"))
         return net
 
