@@ -152,6 +152,7 @@ def check_valid(valid: float | str | None, splits: Mapping[str, object] | tuple[
 DEMO = "demo"
 DEMO_PACKAGES = ("email", "http", "json", "logging", "urllib")
 DEMO_LARGEST_FILE = 32_000
+IN_TRAIN = "rows are in train too"
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +185,7 @@ class TrainingRows:
             self.hashes = np.unique(hashes)
             return []
         same = int(np.isin(hashes, self.hashes).sum())
-        return [f"{split}: {same:,} of {len(hashes):,} rows are in train too"] if same else []
+        return [f"{split}: {same:,} of {len(hashes):,} {IN_TRAIN}"] if same else []
 
 
 def demo_files() -> list[Path]:

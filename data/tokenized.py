@@ -99,7 +99,9 @@ class TokenizedData(Data):
         if other := [n for n in differing if n not in ROLES and not n.endswith(WEIGHT)]:
             raise UserError(f"--test {self.recipe.data}: {other[0]} of its samples are not as the run's are")
         save(folder / TEST, splits["valid"])
-        notes = [note for note in extra.get("notes", ()) if note.startswith("valid: ")]
+        # A file by itself is read as training rows too.
+        said = [note for note in extra.get("notes", ()) if not note.endswith(corpora.IN_TRAIN)]
+        notes = [note.removeprefix("valid: ") for note in said if note.startswith("valid: ")]
         return {"notes": notes, **extra.get("splits", {}).get("valid", {})}
 
     def _tokenizer_facts(self, tokenizer: Tokenizer, special: Mapping[str, int | None]) -> dict[str, Any]:

@@ -306,7 +306,9 @@ class Classifier(Task):
         problem, settled = problems.of_model(model), problems.of_folder(final)
         evidence = problem.evidence(found)
         interval = "{:.4f} to {:.4f}".format(*problem.interval(evidence))
-        metrics = {"samples": len(evidence), f"{problem.headline} within": interval}
+        # All of one pass: the loop's own may be in half precision.
+        metrics = {**problem.figures(evidence), "samples": len(evidence)}
+        metrics[f"{problem.headline} within"] = interval
         metrics |= settled.settled_metrics(lambda: found)
         if metrics.get("temperature") == 1 and (known := settled.kept.confidences):
             metrics["temperature is 1 as of"] = f"too few rows ({int(known.answered[-1]):,}), all right"
