@@ -1,13 +1,15 @@
-"""Table of the optimizers: how each is made, how much state it keeps, where it can be used. One entry each.
+"""Table of the optimizers: how each is made, how much state it keeps, where it can be used (optimizers.toml).
 
-Torch is imported by the functions that make an optimizer, so that the table can be listed without it.
+Torch is imported where an optimizer is made, so that the table can be listed without it.
 """
 
 from __future__ import annotations
 
 import importlib
+import tomllib
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
@@ -32,7 +34,7 @@ class OptimizerTraits:
 
     make: Callable[[Groups, float, str], Optimizer] | str
     """(groups, learning rate, device type) -> the optimizer; or where such a function or class stands, as
-    `module:name` within isobatch."""
+    `module:name` within isobatch; or the class in the library's `optim`; empty for a task's own."""
     state_bytes: float
     """Bytes of state per trained parameter."""
     elementwise: bool
@@ -49,59 +51,26 @@ class OptimizerTraits:
     library: str = "torch"
     """What it needs to be installed."""
 
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """What the class takes besides groups and learning rate."""
+
     def build(self, groups: Groups, lr: float, device: str) -> Optimizer:
         """The optimizer over parameter groups, on a type of device."""
-        make = load(self.make) if isinstance(self.make, str) else self.make
-        return make(groups, lr, device)
+        if not self.make:
+            raise UserError(f"--optimizer {OWN}: this task makes none: leave it out")
+        if not isinstance(self.make, str) or ":" in self.make:
+            make = load(self.make) if isinstance(self.make, str) else self.make
+            return make(groups, lr, device)
+        kind = getattr(importlib.import_module(f"{self.library}.optim"), self.make)
+        fused = {"fused": device in ("cpu", "cuda")} if self.make == "AdamW" else {}
+        return kind(groups, lr=lr, **self.options, **fused)
 
 
-def _of(library: str, name: str, **more: Any) -> Callable[[Groups, float, str], Optimizer]:
-    def make(groups: Groups, lr: float, device: str) -> Optimizer:
-        kind = getattr(importlib.import_module(f"{library}.optim"), name)
-        fused = {"fused": device in ("cpu", "cuda")} if name == "AdamW" else {}
-        return kind(groups, lr=lr, **more, **fused)
-
-    return make
-
-
-def _made_by_task(groups: Groups, lr: float, device: str) -> Optimizer:
-    raise UserError(f"--optimizer {OWN}: this task makes none: leave it out")
-
-
-_EIGHT_BIT = OptimizerTraits(
-    make=_of("bitsandbytes", "AdamW8bit"),
-    state_bytes=2.0,
-    elementwise=False,
-    cpu_update=19.0,
-    takes_betas=True,
-    library="bitsandbytes",
-)
-OPTIMIZERS = {
-    "adamw": OptimizerTraits(
-        make=_of("torch", "AdamW"), state_bytes=8.0, elementwise=True, update_bytes=0.0, takes_betas=True
-    ),
-    "adamw8bit": _EIGHT_BIT,
-    # Its moments move to host memory when a GPU's is full.
-    "paged-adamw8bit": replace(_EIGHT_BIT, make=_of("bitsandbytes", "PagedAdamW8bit")),
-    # Its state is one row and one column per matrix.
-    "adafactor": OptimizerTraits(
-        make=_of("torch", "Adafactor"), state_bytes=0.1, elementwise=False, cpu_update=6.0
-    ),
-    # Measured against AdamW in benchmarks/LOG.md.
-    "muon": OptimizerTraits(
-        make="engine.optimization.muon:make_muon",
-        state_bytes=8.0,
-        matrix_bytes=4.0,
-        elementwise=False,
-        update_bytes=1.0,
-        cpu_update=40.0,
-        takes_betas=True,
-    ),
-    "sgd": OptimizerTraits(make=_of("torch", "SGD", momentum=0.9), state_bytes=4.0, elementwise=True),
-    # A task's `make_optimizer`, of which nothing is known: counted as AdamW, whole matrices as Muon's.
-    OWN: OptimizerTraits(make=_made_by_task, state_bytes=8.0, elementwise=False, takes_betas=True),
-}
+OPTIMIZERS: dict[str, OptimizerTraits] = {}
 """Name -> traits."""
+for _name, _traits in tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")).items():
+    _other = OPTIMIZERS.get(_traits.pop("like", ""))
+    OPTIMIZERS[_name] = replace(_other, **_traits) if _other else OptimizerTraits(**_traits)
 
 
 def of_recipe(
