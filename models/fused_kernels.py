@@ -16,21 +16,26 @@ def take_failure() -> str:
 
 
 class fused_on_gpu:
-    """`formula` as one kernel on CUDA tensors. `unfused` computes the same where there is no compiler.
+    """`formula` as one kernel on CUDA tensors: torch compiles it, or it `is_kernel` already, in Triton.
 
-    Inside a compiled model the formula becomes part of the model's own kernels.
+    `unfused` computes the same where there is no compiler. Inside a compiled model the formula becomes part
+    of the model's own kernels.
     """
 
-    def __init__(self, formula: Callable[..., Any], unfused: Callable[..., Any] | None = None) -> None:
-        self.formula, self.unfused = formula, unfused or formula
+    def __init__(
+        self, formula: Callable[..., Any], unfused: Callable[..., Any] | None = None, is_kernel: bool = False
+    ) -> None:
+        self.formula, self.unfused, self.is_kernel = formula, unfused or formula, is_kernel
         self._chosen: Callable[..., Any] | None = None
 
     def __call__(self, first: torch.Tensor, *others: Any) -> Any:
         if torch.compiler.is_compiling():
             return self.formula(first, *others)
         if self._chosen is None:
-            compiles = has_triton(first.device)
-            self._chosen = torch.compile(self.formula, dynamic=True) if compiles else self.unfused
+            if not has_triton(first.device):
+                self._chosen = self.unfused
+            else:
+                self._chosen = self.formula if self.is_kernel else torch.compile(self.formula, dynamic=True)
         if self._chosen is self.unfused:
             return self.unfused(first, *others)
         try:

@@ -284,20 +284,14 @@ def _layer_bytes(size: ModelSize, hidden: float, choices: ExecutionChoices, leng
 def logits_bytes(size: ModelSize, choices: ExecutionChoices, tokens: float) -> float:
     """Tensors as wide as the vocabulary: fp32 logits, log-softmax, gradient; with autocast two 16-bit copies.
 
-    Where the head computes in chunks, at most those of one chunk. With sharded weights it does not: the
-    head's weight is gathered only while the head runs.
+    Where the head computes in chunks, at most those of one chunk.
     """
     unchunked = size.logit_copies * tokens * size.vocabulary * (16.0 if choices.half else 12.0)
-    if not chunks_head(size, choices):
+    if not size.head_bytes:
         return unchunked
     # On tensor cores logits come in fp32 at once, and their gradient in 16 bits.
     copies = 2.5 if choices.half and choices.device == "cuda" else 4.0 if choices.half else 3.0
     return min(unchunked, size.logit_copies * size.head_bytes * copies)
-
-
-def chunks_head(size: ModelSize, choices: ExecutionChoices) -> bool:
-    """Whether logits are made of a chunk of tokens at a time."""
-    return bool(size.head_bytes) and not choices.traits.shards_weights
 
 
 def table_bytes(size: ModelSize, choices: ExecutionChoices) -> float:

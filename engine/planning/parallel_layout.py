@@ -18,7 +18,6 @@ from isobatch.engine.planning.cost_model import PlanningCase, largest_micro_batc
 from isobatch.engine.planning.memory_model import (
     ExecutionChoices,
     MemoryFootprint,
-    chunks_head,
     memory_footprint,
 )
 
@@ -177,7 +176,7 @@ def token_budget(case: PlanningCase, choices: ExecutionChoices) -> tuple[int, st
     most = max(free / max(token_bytes + per_token.logits, 1.0), (free - full.logits) / max(token_bytes, 1.0))
     size, longest = case.model_size, case.longest
     widest = max(size.vocabulary, size.intermediate, 4 * size.hidden, 1)
-    whole = max(size.intermediate, 4 * size.hidden, 1) if chunks_head(size, choices) else widest
+    whole = max(size.intermediate, 4 * size.hidden, 1) if size.head_bytes else widest
     bounds = [
         (math.floor(-1.0 if empty.peak > limit else most), "memory"),
         (max(longest, INDEX_LIMIT // whole), "index"),

@@ -30,12 +30,14 @@ PAD = 64
 
 
 class BypassableHead(nn.Linear):
-    """A linear LM head that returns its input, the hidden states, while `bypassed` is set."""
+    """A linear LM head that computes `instead` of its hidden states, where that is set, and no logits."""
 
-    bypassed = False
+    instead: Callable[[Tensor], Any] | None = None
 
-    def forward(self, states: Tensor) -> Tensor:
-        return states if self.bypassed else linear(states, self.weight, self.bias)
+    def forward(self, states: Tensor) -> Any:
+        if self.instead is not None:
+            return self.instead(states)
+        return linear(states, self.weight, self.bias)
 
 
 def make_head_bypassable(model: Any) -> None:
@@ -65,20 +67,22 @@ def next_token_loss(
             reduction="sum",
             label_smoothing=smoothing,
         )
-    states = states_before(head, model, tokens)
-    return chunked_loss(states.flatten(0, 1), targets.flatten(), head.weight, head.bias, count, smoothing)
+    flat = targets.flatten()
+
+    def loss(states: Tensor) -> Tensor:
+        return chunked_loss(states, flat, head.weight, head.bias, count, smoothing)
+
+    return at_head(head, model, tokens, loss)
 
 
 def bypassable_head(model: Any) -> BypassableHead | None:
-    """The model's head if its weights can be used apart from the model, else None."""
+    """The model's head if it is a linear layer that can be bypassed, else None."""
     head = getattr(model, "module", model).get_output_embeddings()
-    # Under ZeRO-3 and FSDP the head's weights are gathered only while the model itself runs.
-    sharded = hasattr(head.weight, "ds_id") or hasattr(head.weight, "device_mesh")
-    return head if isinstance(head, BypassableHead) and not sharded else None
+    return head if isinstance(head, BypassableHead) else None
 
 
 def run_model(model: Any, tokens: Tensor) -> Tensor:
-    """(B, T) int64 tokens -> (B, T, V) logits, or (B, T, D) states while the head is bypassed.
+    """(B, T) int64 tokens -> (B, T, V) logits, or what the head computes instead.
 
     There is no attention mask: padding is on the right, so causal attention never sees it from a real token,
     and the targets of padding are ignored. Without a mask SDPA takes its faster causal path.
@@ -128,13 +132,19 @@ def predicted_rows(targets: Tensor, count: int | None) -> Tensor:
     return torch.zeros(count + 1, dtype=torch.int64, device=targets.device).scatter_(0, place, rows)[:count]
 
 
-def states_before(head: BypassableHead, model: Any, tokens: Tensor) -> Tensor:
-    """(B, T, D): what the model's head reads."""
-    head.bypassed = True
+def at_head(head: BypassableHead, model: Any, tokens: Tensor, compute: Callable[[Tensor], Any]) -> Any:
+    """What `compute` makes of the (B * T, D) hidden states and of the head's weights, while these are whole.
+
+    Under ZeRO-3 and FSDP they are gathered while the head runs; else it is done after the model, whose
+    compiled graph does not hold it.
+    """
+    inside = hasattr(head.weight, "ds_id") or hasattr(head.weight, "device_mesh")
+    head.instead = (lambda states: compute(states.flatten(0, 1))) if inside else lambda states: states
     try:
-        return run_model(model, tokens)
+        found = run_model(model, tokens)
     finally:
-        head.bypassed = False
+        head.instead = None
+    return found if inside else compute(found.flatten(0, 1))
 
 
 class HeadGradients:
@@ -142,8 +152,10 @@ class HeadGradients:
 
     def __init__(self, needed: Sequence[bool], states: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         self.formats = [None if w is None else w.dtype for w in (weight, bias)]
+        self.vocabulary = len(weight)
         self.states = torch.empty_like(states) if needed[0] else None
-        self.weight = torch.zeros_like(weight, dtype=torch.float32) if needed[1] else None
+        rows = padded_rows(len(weight))
+        self.weight = weight.new_zeros(rows, weight.shape[1], dtype=torch.float32) if needed[1] else None
         self.bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and needed[2] else None
 
     def add(self, chunk: slice, errors: Tensor, chunk_states: Tensor, cast_weight: Tensor) -> None:
@@ -153,12 +165,12 @@ class HeadGradients:
         if self.bias is not None:
             self.bias += errors[:, : len(self.bias)].sum(0, dtype=torch.float32)
         if self.weight is not None:
-            add_product(self.weight, errors[:, : len(self.weight)].T, chunk_states)
+            add_product(self.weight[: errors.shape[1]], errors.T, chunk_states)
 
     def found(self) -> list[Tensor | None]:
         """In the number formats of what they are of."""
         parts = zip((self.weight, self.bias), self.formats, strict=True)
-        return [self.states, *(None if g is None else g.to(dtype) for g, dtype in parts)]
+        return [self.states, *(None if g is None else g[: self.vocabulary].to(dtype) for g, dtype in parts)]
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
@@ -174,7 +186,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         needs_grad, vocabulary = ctx.needs_input_grad, len(weight)
         nll_sum = torch.zeros((), device=states.device)
         gradients = HeadGradients(needs_grad, states, weight, bias)
-        for chunk, chunk_states, logits, cast_weight in logit_chunks(states, weight, bias):
+        chunks = logit_chunks(states, weight, bias, rounded=any(needs_grad) and not smoothing)
+        for chunk, chunk_states, logits, cast_weight in chunks:
             chunk_targets = targets[chunk, None]
             if smoothing:
                 nll_sum += smoothing * (logits.logsumexp(-1) - logits[:, :vocabulary].mean(-1)).sum()
@@ -211,8 +224,11 @@ def loss_of_logits(model: Any, tokens: Tensor, rows: Tensor, compute: LogitLoss)
     if head is None:
         logits = run_model(model, tokens).flatten(0, 1).index_select(0, rows).float()
         return compute(slice(None), logits)
-    states = states_before(head, model, tokens).flatten(0, 1).index_select(0, rows)
-    found: tuple[Tensor, Tensor] = ChunkedLoss.apply(states, *_weights(head.weight, head.bias), compute)
+
+    def at_rows(states: Tensor) -> Any:
+        return ChunkedLoss.apply(states.index_select(0, rows), *_weights(head.weight, head.bias), compute)
+
+    found: tuple[Tensor, Tensor] = at_head(head, model, tokens, at_rows)
     return found
 
 
@@ -231,12 +247,12 @@ class ChunkedLoss(torch.autograd.Function):
         total, figures = torch.zeros((), device=states.device), torch.zeros((), device=states.device)
         for chunk, chunk_states, logits, cast_weight in logit_chunks(states, weight, bias):
             with torch.set_grad_enabled(trains):
-                known = logits[:, :vocabulary].detach().requires_grad_(trains)
-                loss, more = compute(chunk, known)
+                known = logits.detach().requires_grad_(trains)
+                loss, more = compute(chunk, known[:, :vocabulary])
             total, figures = total + loss.detach(), figures + more.detach()
             if trains:
                 (errors,) = torch.autograd.grad(loss, known)
-                gradients.add(chunk, errors.to(chunk_states.dtype), chunk_states, cast_weight[:vocabulary])
+                gradients.add(chunk, errors.to(chunk_states.dtype), chunk_states, cast_weight)
         ctx.save_for_backward(*gradients.found())
         ctx.mark_non_differentiable(figures)
         return total, figures
@@ -252,9 +268,14 @@ def token_log_probs(model: Any, tokens: Tensor, targets: Tensor, count: int | No
     if head is None:
         logits = run_model(model, tokens).float().transpose(1, 2)
         return -F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="none")
-    states, flat = states_before(head, model, tokens).flatten(0, 1), targets.flatten()
-    rows, weights = predicted_rows(flat, count), _weights(head.weight, head.bias)
-    found = ChunkedLogProbs.apply(states.index_select(0, rows), *weights, flat.index_select(0, rows))
+    flat = targets.flatten()
+    rows = predicted_rows(flat, count)
+
+    def of_rows(states: Tensor) -> Any:
+        weights = _weights(head.weight, head.bias)
+        return ChunkedLogProbs.apply(states.index_select(0, rows), *weights, flat.index_select(0, rows))
+
+    found = at_head(head, model, tokens, of_rows)
     # Added up row by row, and not by index_add, whose order on a GPU is any.
     return found.new_zeros(len(flat)).index_copy(0, rows, found).view(targets.shape)
 
@@ -286,20 +307,29 @@ class ChunkedLogProbs(torch.autograd.Function):
 
 
 def logit_chunks(
-    states: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None
+    states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype | None = None,
+    rounded: bool = False,
 ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
     """Some of the (N, D) states at a time: their slice, the states in the format of products (`dtype`, else
-    autocast's), their (n, V') fp32 logits, and the weight (V', D) in that format.
+    autocast's), their (n, V') logits, and the weight (V', D) in that format.
+
+    Logits are in fp32, or, on tensor cores and if they may be `rounded`, in the format of products: half of
+    what the head reads and writes, as where autocast runs a whole head.
     """
     dtype, vocabulary, device = dtype or product_dtype(states), len(weight), states.device
     cast_weight = cast_and_pad(weight, dtype)
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-    size = max(1, chunk_bytes(memory) // (4 * vocabulary))
+    logits_dtype = dtype if rounded and on_tensor_cores(device, dtype) else torch.float32
+    size = max(1, chunk_bytes(memory) // (logits_dtype.itemsize * vocabulary))
     with torch.autocast(device.type, enabled=False):
         for start in range(0, len(states), size):
             chunk = slice(start, start + size)
             chunk_states = states[chunk].to(dtype)
-            yield chunk, chunk_states, head_logits(chunk_states, cast_weight, bias, vocabulary), cast_weight
+            logits = head_logits(chunk_states, cast_weight, bias, vocabulary, logits_dtype)
+            yield chunk, chunk_states, logits, cast_weight
 
 
 def on_tensor_cores(device: torch.device, dtype: torch.dtype) -> bool:
@@ -307,10 +337,14 @@ def on_tensor_cores(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and dtype != torch.float32 and torch.version.hip is None
 
 
+def padded_rows(vocabulary: int) -> int:
+    return -(-vocabulary // PAD) * PAD
+
+
 def cast_and_pad(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """(V', D): the weight in the number format of the products; on tensor cores V' is a multiple of 64."""
     vocabulary, width = weight.shape
-    rows = -(-vocabulary // PAD) * PAD if on_tensor_cores(weight.device, dtype) else vocabulary
+    rows = padded_rows(vocabulary) if on_tensor_cores(weight.device, dtype) else vocabulary
     if rows == vocabulary:
         return weight.to(dtype)
     padded = torch.zeros(rows, width, dtype=dtype, device=weight.device)
@@ -318,10 +352,12 @@ def cast_and_pad(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return padded
 
 
-def head_logits(states: Tensor, weight: Tensor, bias: Tensor | None, vocabulary: int) -> Tensor:
-    """(n, V') fp32 logits; -inf in the columns that `cast_and_pad` added."""
+def head_logits(
+    states: Tensor, weight: Tensor, bias: Tensor | None, vocabulary: int, dtype: torch.dtype
+) -> Tensor:
+    """(n, V') logits in `dtype`; -inf in the columns that `cast_and_pad` added."""
     if on_tensor_cores(states.device, states.dtype):
-        logits = torch.mm(states, weight.T, out_dtype=torch.float32)
+        logits = torch.mm(states, weight.T, out_dtype=dtype)
         logits[:, vocabulary:] = float("-inf")
         if bias is not None:
             logits[:, :vocabulary] += bias
@@ -336,33 +372,31 @@ def add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
     if one.dtype == total.dtype:
         total.addmm_(one, other)
     elif on_tensor_cores(one.device, one.dtype):
-        total += torch.mm(one, other, out_dtype=torch.float32)
+        torch.addmm(total, one, other, out_dtype=total.dtype, out=total)
     else:
         total += one @ other
 
 
 def softmax_errors(logits: Tensor, targets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(n, V) fp32 logits, (n, 1) targets -> sum of -log p, and (n, V) softmax - one-hot in `dtype`.
+    """(n, V) logits, (n, 1) targets -> sum of -log p in fp32, and (n, V) softmax - one-hot in `dtype`.
 
-    The logits may be overwritten. On a GPU one fused kernel reads them twice and writes once; elsewhere there
-    are four passes in place.
+    The logits may be overwritten. On a GPU one kernel reads them twice and writes once; elsewhere there are
+    four passes in place.
     """
     return (_fused_errors if logits.is_cuda else _errors_in_place)(logits, targets, dtype)
 
 
 def _errors_in_place(logits: Tensor, targets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    log_probs = logits.log_softmax(-1)
+    log_probs = logits.float().log_softmax(-1)
     nll = -log_probs.gather(1, targets).sum()
     errors = log_probs.exp_().scatter_add_(1, targets, log_probs.new_full(targets.shape, -1.0))
     return nll, errors.to(dtype)
 
 
-def errors_formula(logits: Tensor, targets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What `softmax_errors` computes, in operations that a compiler fuses."""
-    log_probs = logits.log_softmax(-1)
-    is_target = torch.arange(logits.shape[1], device=logits.device) == targets
-    nll = -torch.where(is_target, log_probs, 0.0).sum()
-    return nll, (log_probs.exp() - is_target.to(log_probs.dtype)).to(dtype)
+def _errors_by_kernel(logits: Tensor, targets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    from isobatch.models.causal_lm.softmax_kernel import softmax_errors  # where there is Triton
+
+    return softmax_errors(logits, targets, dtype)
 
 
-_fused_errors = fused_on_gpu(errors_formula, _errors_in_place)
+_fused_errors = fused_on_gpu(_errors_by_kernel, _errors_in_place, is_kernel=True)

@@ -131,9 +131,6 @@ class Head(nn.Linear):
         """
         if targets is None:
             return super().forward(states)
-        if hasattr(self.weight, "ds_id") or hasattr(self.weight, "device_mesh"):  # gathered for `super` alone
-            logits = super().forward(states)
-            return F.cross_entropy(logits.float(), targets, ignore_index=IGNORE_INDEX, reduction="sum")
         return chunked_loss(states, targets, self.weight, self.bias, count)
 
 

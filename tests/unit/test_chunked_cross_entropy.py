@@ -53,15 +53,25 @@ def batch() -> tuple[Tensor, Tensor]:
     return tokens, targets
 
 
+@pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize(("family", "smoothing"), [*((f, 0.0) for f in CONFIGS), ("gpt2", 0.2)])
 def test_loss_and_gradients_are_those_of_the_full_logits(
-    family: str, smoothing: float, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+    family: str,
+    smoothing: float,
+    sharded: bool,
+    batch: tuple[Tensor, Tensor],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Of a head whose weights are whole while it runs (ZeRO-3, FSDP) as well, which computes the loss then."""
     monkeypatch.setattr(head_chunks, "CHUNK_BYTES", 4 * VOCABULARY * 5)  # five tokens at a time
     model = make_model(family)
     whole = loss_and_gradients(model, *batch, smoothing)
     chunked_cross_entropy.make_head_bypassable(model)
     assert isinstance(model.get_output_embeddings(), chunked_cross_entropy.BypassableHead)
+    if sharded:
+        model.get_output_embeddings().weight.ds_id = 0
+        whole_logits = "isobatch.models.causal_lm.chunked_cross_entropy.linear"
+        monkeypatch.setattr(whole_logits, lambda *_: pytest.fail("whole logits were computed"))
     chunked = loss_and_gradients(model, *batch, smoothing)
     with torch.no_grad():
         seen = chunked_cross_entropy.next_token_loss(model, *batch, smoothing=smoothing)
@@ -122,18 +132,6 @@ def test_a_known_count_chooses_the_same_rows(batch: tuple[Tensor, Tensor]) -> No
     assert torch.equal(*losses)
 
 
-def test_the_formula_of_the_fused_kernel_is_the_one_of_the_passes() -> None:
-    draw = torch.Generator().manual_seed(0)
-    logits = torch.randn(7, 64, generator=draw) * 4
-    logits[:, VOCABULARY:] = float("-inf")  # columns that only fill up the vocabulary
-    targets = torch.randint(VOCABULARY, (7, 1), generator=draw)
-    fused = chunked_cross_entropy.errors_formula(logits, targets, torch.float32)
-    passes = chunked_cross_entropy.softmax_errors(logits.clone(), targets, torch.float32)
-    for one, other in zip(fused, passes, strict=True):
-        assert torch.allclose(one, other, atol=1e-6)
-    assert not fused[1][:, VOCABULARY:].any()
-
-
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_on_tensor_cores_the_vocabulary_is_padded_and_sums_are_fp32(
     family: str, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
@@ -142,19 +140,28 @@ def test_on_tensor_cores_the_vocabulary_is_padded_and_sums_are_fp32(
 
     def product(one: Tensor, other: Tensor, *, out_dtype: torch.dtype) -> Tensor:
         assert one.dtype == other.dtype == torch.bfloat16
-        products.append((one.shape[0], other.shape[1]))
-        return torch.matmul(one.to(out_dtype), other.to(out_dtype))
+        products.append((one.shape[0], other.shape[1], out_dtype))
+        return torch.matmul(one.float(), other.float()).to(out_dtype)
+
+    plain = torch.addmm
+
+    def added(total: Tensor, one: Tensor, other: Tensor, **named: Any) -> Tensor:
+        if "out_dtype" not in named:  # a layer of the model
+            return plain(total, one, other, **named)
+        found: Tensor = named["out"].copy_(total + product(one, other, out_dtype=named["out_dtype"]))
+        return found
 
     model = make_model(family)
     chunked_cross_entropy.make_head_bypassable(model)
     whole = loss_and_gradients(model, *batch)
     monkeypatch.setattr(chunked_cross_entropy, "on_tensor_cores", lambda _, dtype: dtype == torch.bfloat16)
     monkeypatch.setattr(torch, "mm", product)
+    monkeypatch.setattr(torch, "addmm", added)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = loss_and_gradients(model, *batch)
     count = int((batch[1] != chunked_cross_entropy.IGNORE_INDEX).sum())
-    width = model.config.hidden_size
-    assert products == [(count, -(-VOCABULARY // 64) * 64), (VOCABULARY, width)]
+    width, padded = model.config.hidden_size, -(-VOCABULARY // 64) * 64
+    assert products == [(count, padded, torch.bfloat16), (padded, width, torch.float32)]
     assert found[0] == pytest.approx(whole[0], rel=2e-3)
     head = "lm_head.weight" if "lm_head.weight" in whole[1] else "transformer.wte.weight"
     assert (found[1][head] - whole[1][head]).norm() < 2e-2 * whole[1][head].norm()

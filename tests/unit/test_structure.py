@@ -142,6 +142,7 @@ SMALL = {
     "launch/commands/compress.py": "imported where --task compress is typed",
     "launch/predicting/neighbours.py": "imported where --neighbours is typed, with torch",
     "models/causal_lm/known_models.py": "a table with its reader",
+    "models/causal_lm/softmax_kernel.py": "imported where there is Triton",
 }
 """Files of fewer code lines that one other file names -> why they are files."""
 
