@@ -62,7 +62,7 @@ def test_loss_and_gradients_are_those_of_the_full_logits(
     batch: tuple[Tensor, Tensor],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of a head whose weights are whole while it runs (ZeRO-3, FSDP) as well, which computes the loss then."""
+    """Of a head whose weights are whole while it runs (ZeRO-3, FSDP) too, which then computes the loss."""
     monkeypatch.setattr(head_chunks, "CHUNK_BYTES", 4 * VOCABULARY * 5)  # five tokens at a time
     model = make_model(family)
     whole = loss_and_gradients(model, *batch, smoothing)
