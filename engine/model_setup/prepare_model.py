@@ -19,7 +19,7 @@ from isobatch.core.strategies import traits_of
 from isobatch.engine.model_setup.layer_blocks import checkpoint_activations
 from isobatch.engine.noise.keyed_attention import key_dropout
 from isobatch.engine.noise.keyed_noise import KeyedNoise
-from isobatch.models.activations import fuse_gelu
+from isobatch.models.fused_layers import fuse_layers
 
 if TYPE_CHECKING:
     from isobatch.core.facts import Facts
@@ -36,7 +36,7 @@ def prepare_model(
     """
     torch.manual_seed(task.recipe.seed)
     model = build(facts)
-    fuse_gelu()
+    fuse_layers(model)
     if traits_of(plan.strategy).shards:  # shards are of one number format
         _hold_in_fp32(model)
     if not traits_of(plan.strategy).shards_weights:  # else only its shards go to the device

@@ -181,7 +181,11 @@ def _finalise(x: np.ndarray, spare: np.ndarray) -> None:
 
 
 def _hash_formula(keys: Tensor, count: int) -> Tensor:
-    x = torch.arange(count, dtype=torch.int32, device=keys.device) + keys[:, :1]
+    return _finalised(torch.arange(count, dtype=torch.int32, device=keys.device), keys)
+
+
+def _finalised(places: Tensor, keys: Tensor) -> Tensor:
+    x = places + keys[:, :1]
     for half in (0, 1):
         if half:
             x = x ^ keys[:, 1:]
@@ -223,6 +227,34 @@ class _ApplyMask(torch.autograd.Function):
         return (gradient * mask).mul_(ctx.scale), None, None
 
 
+class _DropOnDevice(torch.autograd.Function):
+    """Dropout that hashes, compares and multiplies in one kernel, and again in the backward pass: no mask is
+    kept.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, keys: Tensor, probability: float) -> Tensor:
+        ctx.save_for_backward(keys)
+        ctx.probability = probability
+        return _dropped(x, keys, probability)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _dropped(gradient, *ctx.saved_tensors, ctx.probability), None, None
+
+
+def _dropped_formula(x: Tensor, keys: Tensor, probability: float) -> Tensor:
+    """What `apply_mask` makes of `keep_mask`."""
+    dropped = round(probability * 65536)
+    places = torch.arange(x[0].numel(), dtype=torch.int32, device=x.device)
+    draws = (_finalised(places >> 1, keys) >> ((places & 1) << 4)).to(torch.int16)
+    scaled = (x * (65536.0 / (65536 - dropped))).to(x.dtype)
+    return torch.where((draws >= dropped - 32768).view(x.shape), scaled, 0)
+
+
+_dropped = fused_on_gpu(_dropped_formula)
+
+
 def apply_mask(x: Tensor, mask: Tensor, probability: float) -> Tensor:
     """Dropout with a given (B, ...) mask; `probability` is rounded to 1/65536, as in the mask."""
     return _ApplyMask.apply(x, mask.view(x.shape), 65536.0 / (65536 - round(probability * 65536)))
@@ -252,4 +284,6 @@ class KeyedDropout(nn.Module):
                 f" {len(keys)} samples, so its noise cannot be keyed by sample: use --noise native (the plan"
                 " then says `noise`) or --dropout 0"
             )
+        if x.device.type != "cpu":
+            return _DropOnDevice.apply(x, keys, self.p)
         return apply_mask(x, keep_mask(keys, x[0].numel(), self.p), self.p)

@@ -17,7 +17,10 @@ from isobatch.engine.noise.keyed_attention import key_dropout
 from isobatch.engine.noise.keyed_noise import (
     KeyedDropout,
     KeyedNoise,
+    _DropOnDevice,
+    _dropped_formula,
     _hash_formula,
+    apply_mask,
     hash_bits,
     keep_mask,
 )
@@ -45,6 +48,23 @@ def random_keys(rows: int) -> Tensor:
 def test_the_chunked_hash_is_the_formula(rows: int, count: int) -> None:
     keys = random_keys(rows)
     assert torch.equal(hash_bits(keys, count), _hash_formula(keys, count))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (5, 4, 6), (2, 3, 5, 7)])
+def test_a_device_drops_in_one_kernel_what_a_mask_would(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, keys = torch.randn(shape, dtype=dtype), random_keys(shape[0])
+    for p in (0.05, 0.5, 1e-6):
+        masked = apply_mask(x, keep_mask(keys, x[0].numel(), p), p)
+        assert torch.equal(_dropped_formula(x, keys, p), masked)
+
+
+def test_a_device_drops_the_gradient_as_it_did_the_input() -> None:
+    x, keys = torch.randn(3, 8, requires_grad=True), random_keys(3)
+    dropped = _DropOnDevice.apply(x, keys, 0.3)
+    (gradient,) = torch.autograd.grad(dropped.sum(), x)
+    assert torch.equal(gradient * x, dropped)
+    assert 0 < int((gradient == 0).sum()) < 24
 
 
 def test_the_numbers_are_frozen() -> None:
