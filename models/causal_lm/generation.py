@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
 from isobatch.models import hub, lora
+from isobatch.models.activations import fuse_gelu
 from isobatch.models.causal_lm import adapters, model_sizes
-from isobatch.models.fused_layers import fuse_gelu
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

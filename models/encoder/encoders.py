@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isobatch.core.errors import UserError
 from isobatch.models import hub
+from isobatch.models.activations import fuse_gelu
 from isobatch.models.encoder.last_layer import compute_first_alone
-from isobatch.models.fused_layers import fuse_gelu
 
 if TYPE_CHECKING:
     from torch import nn

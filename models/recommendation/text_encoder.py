@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from isobatch.core.errors import UserError
 from isobatch.models import hub
-from isobatch.models.fused_layers import fuse_gelu
+from isobatch.models.activations import fuse_gelu
 from isobatch.models.lora import quiet_bitsandbytes
 from isobatch.models.recommendation.model_size import CHUNK_TOKENS
 
