@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.made-from-lock
 
-.PHONY: demo test test-slurm test-clusters wheel newest gpu check soak pictures site format lock clean
+.PHONY: demo test test-slurm test-clusters wheel newest gpu gpu-dry check soak pictures site format lock clean
 
 demo: $(STAMP)
 	$(BIN)/python -m launch auto --task causal-lm --again
@@ -39,6 +39,11 @@ newest: $(STAMP)
 gpu:
 	$(firstword $(wildcard $(BIN)/python) $(PYTHON)) -m benchmarks gpu $(if $(QUICK),--quick) $(if $(PART),--part $(PART)) \
 	    $(if $(AGAIN),--again) $(if $(OUT),--out $(OUT)) $(if $(END),--seconds $(END))
+
+# Kernels and least time of a step on an H100 that is not there: needs torch built for CUDA, and no GPU.
+gpu-dry:
+	$(firstword $(wildcard $(BIN)/python) $(PYTHON)) -m benchmarks.gpu.roofline gpt2 32 1024
+	$(firstword $(wildcard $(BIN)/python) $(PYTHON)) -m benchmarks.gpu.roofline lora-8b 2 2048
 
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m slow

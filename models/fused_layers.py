@@ -28,7 +28,7 @@ GATED = ("down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_pr
 def fuse_layers(model: nn.Module) -> None:
     """Fuse what `model` has: GELUs by tanh, RMS norms, rotary embeddings, gated MLPs and LoRA."""
     fuse_gelu()
-    kinds = {type(module) for module in model.modules()}
+    kinds: set[Any] = {type(module) for module in model.modules()}
     for kind in (
         k for k in kinds if k.__module__.startswith(("transformers.", "peft.")) and "fused" not in vars(k)
     ):
@@ -87,8 +87,14 @@ def _gated_mlp(module: Any, x: Tensor) -> Tensor:
     return found
 
 
-_gate = fused_on_gpu(lambda gate, up, activation: activation(gate) * up)
-_add_scaled = fused_on_gpu(lambda result, more, scale: result + more * scale)
+@fused_on_gpu
+def _gate(gate: Tensor, up: Tensor, activation: Any) -> Any:
+    return activation(gate) * up
+
+
+@fused_on_gpu
+def _add_scaled(result: Tensor, more: Tensor, scale: float) -> Any:
+    return result + more * scale
 
 
 def _lora_forward(plain: Any) -> Any:

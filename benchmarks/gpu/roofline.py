@@ -1,0 +1,252 @@
+"""A training step on a GPU that is not there: its kernels, bytes and arithmetic, and the least time of them.
+
+The model's own forward pass, head and update run on fake CUDA tensors: nothing is computed or allocated, and
+what refuses types or shapes on a card refuses here. A kernel takes the larger of arithmetic / rate and
+bytes / bandwidth, and the host a launch (Williams et al. 2009). The backward pass is estimated from the
+forward pass: torch's engine asks the driver. Needs torch built for CUDA, and neither a GPU nor a driver:
+`make gpu-dry`.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+RATE, ATTENTION_RATE, BANDWIDTH, LAUNCH, PEAK = 650e12, 350e12, 2.9e12, 4.5e-6, 989e12
+"""Of an H100 SXM: products of these sizes, FlashAttention, device memory, the host's time for an operation,
+and the arithmetic that MFU is a share of."""
+PRODUCTS = ("mm", "addmm", "bmm")
+FREE = {
+    *("view", "t", "transpose", "_unsafe_view", "slice", "unsqueeze", "expand", "split", "select", "detach"),
+    *("alias", "permute", "reshape", "as_strided", "squeeze", "lift_fresh", "split_with_sizes", "unbind"),
+    *("empty", "empty_like", "new_empty", "empty_strided", "chunk", "_local_scalar_dense", "device"),
+}
+WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal", "_unique2", "item")
+LLAMAS = {"lora-1b": (2048, 16, 32, 8, 8192), "lora-8b": (4096, 32, 32, 8, 14336)}
+NAMES = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+)
+
+
+class Kernels(TorchDispatchMode):
+    """(part, name) -> [count, FLOPs, bytes, seconds] of what runs on CUDA tensors inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: dict[tuple[str, str], list[float]] = collections.defaultdict(lambda: [0, 0.0, 0.0, 0.0])
+        self.part, self.inside_kernel = "forward", False
+        self.waits: collections.Counter[str] = collections.Counter()
+
+    def add(self, name: str, flops: float, moved: float, count: int = 1, rate: float = RATE) -> None:
+        row = self.rows[self.part, name]
+        for place, value in enumerate((count, flops, moved, max(flops / rate, moved / BANDWIDTH))):
+            row[place] += value
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, out = func.__name__.split(".")[0], func(*args, **(kwargs or {}))
+        self.waits[name] += name in WAITS
+        read, written = list(tensors_in(args)), list(tensors_in(out))
+        on_card = any(t.device.type == "cuda" for t in (*read, *written))
+        if self.inside_kernel or name in FREE or not on_card:
+            return out
+        flops = 2.0 * read[-2].numel() * read[-1].shape[-1] if name in PRODUCTS else 0.0
+        if "attention" in name:  # causal: half of the scores
+            flops = 2.0 * read[0].numel() * read[0].shape[-2]
+        rate = ATTENTION_RATE if "attention" in name else RATE
+        self.add(name, flops, float(sum(t.numel() * t.element_size() for t in (*read, *written))), rate=rate)
+        return out
+
+    def estimate_backward(self, trained: list[nn.Parameter], frozen: bool) -> None:
+        """A product costs two, or one beside a frozen weight; attention 2.5; what is elementwise reads a
+        tensor more. Weight gradients come in 16 bits, are cast to fp32 and added.
+        """
+        forward = [(name, row) for (part, name), row in self.rows.items() if part == "forward"]
+        self.part = "backward"
+        for name, (count, flops, moved, _) in forward:
+            times = (1 if frozen else 2) if name in PRODUCTS else 1
+            rate = ATTENTION_RATE if "attention" in name else RATE
+            self.add(name, flops * (2.5 if rate != RATE else times), 2 * moved, int(count * times), rate)
+        self.add("gradients cast and added", 0, 18.0 * sum(p.numel() for p in trained), 2 * len(trained))
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, nn.Module):
+        yield from value.parameters()
+    elif isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from tensors_in(part)
+
+
+@contextlib.contextmanager
+def pretended_card(kernels: Kernels) -> Iterator[None]:
+    """Inside, torch takes CUDA for available, and what a GPU does in one kernel counts as one."""
+    from transformers import AttentionInterface
+
+    from isobatch.engine.noise import keyed_noise
+    from isobatch.models.causal_lm import chunked_cross_entropy as head
+    from isobatch.models.fused_kernels import fused_on_gpu
+
+    def one_kernel(self: Any, first: Any, *others: Any) -> Any:
+        kernels.inside_kernel = True
+        out = (self.unfused if self.is_kernel else self.formula)(first, *others)
+        kernels.inside_kernel = False
+        if self.is_kernel:  # reads its first argument twice
+            kernels.add("softmax errors", 0, 3.0 * first.numel() * others[-1].itemsize)
+        else:
+            moved = sum(t.numel() * t.element_size() for t in tensors_in((first, others, out)))
+            kernels.add(f"fused {self.formula.__qualname__}", 0, float(moved))
+        return out
+
+    def add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
+        moved = 2.0 * (one.numel() + other.numel()) + 8.0 * total.numel()
+        kernels.add("addmm", 2.0 * one.numel() * other.shape[1], moved)
+
+    card = SimpleNamespace(
+        total_memory=85 << 30, major=9, minor=0, name="NVIDIA H100 80GB HBM3", multi_processor_count=132
+    )
+    for owner, name, value in (
+        (torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
+        (torch.cuda, "is_bf16_supported", lambda *_, **__: True),
+        (torch.cuda, "get_device_properties", lambda *_, **__: card),
+        (fused_on_gpu, "__call__", one_kernel),
+        (head, "add_product", add_product),
+        (
+            keyed_noise,
+            "array_to_device",
+            lambda array, _: torch.empty(array.shape, dtype=torch.int32, device="cuda"),
+        ),
+    ):
+        setattr(owner, name, value)
+    AttentionInterface.register("sdpa", _flash_attention)
+    yield
+
+
+def _flash_attention(
+    _: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    __: Any,
+    dropout: float = 0.0,
+    scaling: Any = None,
+    **___: Any,
+) -> tuple[Tensor, None]:
+    """Without the choice that asks the driver; queries and keys in the value's type."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.to(value.dtype).repeat_interleave(groups, 1) for x in (key, value))
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention  # noqa: SLF001  torch's own name
+    found = kernel(query.to(value.dtype), key, value, dropout, True, False, scale=scaling)
+    return found[0].transpose(1, 2).contiguous(), None
+
+
+def fake_model(what: str) -> Any:
+    """GPT-2 124M to train from scratch, or a Llama of that size with an adapter on every matrix."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from isobatch.models.causal_lm import adapters, chunked_cross_entropy, frozen_weights
+
+    if what == "gpt2":
+        config = AutoConfig.for_model("gpt2", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    else:
+        config = AutoConfig.for_model(
+            "llama", vocab_size=128256, **dict(zip(NAMES, LLAMAS[what], strict=True))
+        )
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config)
+    chunked_cross_entropy.make_head_bypassable(model)
+    if what != "gpt2":
+        frozen_weights.hold_matrices_in_bf16(model)
+        options = {
+            "r": 16,
+            "alpha": 16,
+            "dropout": 0.05,
+            "bias": "none",
+            "targets": "all-linear",
+            "scale": "plain",
+        }
+        options |= dict.fromkeys(("init", "layers", "experts"))
+        move, nn.Module.to = nn.Module.to, lambda self, *_, **__: self  # type: ignore[method-assign]
+        with torch.device("cuda"):
+            named = {f"lora_{name}": value for name, value in options.items()}
+            adapters.add_adapter(model, SimpleNamespace(adapter="lora", also_train=None, **named), "", None)
+        nn.Module.to = move  # type: ignore[method-assign]
+    return model
+
+
+def measure(what: str = "gpt2", rows: int = 16, length: int = 1024) -> tuple[Kernels, Any]:
+    """One step of so many rows under bf16 autocast, not compiled."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from isobatch.engine.noise.keyed_attention import key_dropout
+    from isobatch.engine.noise.keyed_noise import KeyedNoise
+    from isobatch.engine.strategies.base import gradient_norm
+    from isobatch.models.causal_lm import chunked_cross_entropy as head
+    from isobatch.models.fused_layers import fuse_layers
+
+    kernels = Kernels()
+    with FakeTensorMode(allow_non_fake_inputs=True), pretended_card(kernels):
+        model, noise, device = fake_model(what), KeyedNoise(0), torch.device("cuda")
+        fuse_layers(model)
+        key_dropout(model, noise)
+        noise.bind(0, np.arange(rows), device)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        tokens = torch.zeros(rows, length, dtype=torch.int64, device=device)
+
+        def loss(states: Tensor) -> Tensor:
+            kernels.part = "head"
+            return head.chunked_loss(states, tokens.flatten(), model.lm_head.weight, None, rows * length)
+
+        with kernels:
+            with torch.autocast("cuda", torch.bfloat16):
+                head.at_head(model.lm_head, model, tokens, loss)
+            kernels.estimate_backward(trained, frozen=what != "gpt2")
+            kernels.part = "update"
+            gradient_norm([torch.empty_like(p) for p in trained], device)
+            kernels.add("adamw", 0, 28.0 * sum(p.numel() for p in trained))
+    return kernels, model
+
+
+def report(what: str, rows: int, length: int) -> float:
+    """Prints the parts and the longest kernels; returns the least time of a step in seconds."""
+    kernels, model = measure(what, rows, length)
+    config, adapted, tokens = model.config, what != "gpt2", rows * length
+    left_out = ("wpe", "embed_tokens", "lora")
+    matrices = sum(
+        p.numel()
+        for n, p in model.named_parameters()
+        if p.ndim == 2 and not any(word in n for word in left_out)
+    )
+    flops = (4 if adapted else 6) * matrices + 12 * config.num_hidden_layers * config.hidden_size * length
+    count = sum(row[0] for row in kernels.rows.values())
+    device = sum(row[3] for row in kernels.rows.values())
+    least = max(device, count * LAUNCH)
+    speed, share = tokens / least, tokens * flops / least / PEAK
+    print(f"{what}: {rows} rows of {length}, bf16 autocast, not compiled: {count:.0f} kernels")
+    print(f"  at least {least * 1e3:.1f} ms: {speed:,.0f} tokens/s, MFU {share:.3f}")
+    print(f"  the host waits: {dict(+kernels.waits) or 'never'}")
+    longest = sorted(kernels.rows.items(), key=lambda row: -row[1][3])[:16]
+    for (part, name), (times, work, moved, seconds) in longest:
+        size = f"{work / 1e12:.2f} TFLOP, {moved / 1e9:.1f} GB"
+        print(f"  {seconds * 1e3:7.2f} ms {times:5.0f} x {part} {name}: {size}")
+    return least
+
+
+if __name__ == "__main__":
+    if torch.version.cuda is None:
+        sys.exit("this torch is built for CPUs: `make gpu-dry` needs one that is built for CUDA")
+    report(sys.argv[1], *map(int, sys.argv[2:4]))
