@@ -30,7 +30,7 @@ from pathlib import Path
 root = Path(sys.argv[2])
 folders = "core data engine launch models configs".split()
 files = [f for folder in folders for f in (root / folder).rglob("*") if f.is_file()]
-files += [root / name for name in ("__init__.py", "__main__.py", "py.typed")]
+files += [root / name for name in ("__init__.py", "__init__.pyi", "__main__.py", "py.typed")]
 wanted = {f"isobatch/{f.relative_to(root)}" for f in files}
 found = {name for name in zipfile.ZipFile(sys.argv[1]).namelist() if ".dist-info/" not in name}
 if wanted != found:
