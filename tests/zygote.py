@@ -57,10 +57,13 @@ LIBRARIES = (
 FRESH = (":peak_memory", ".onnx")
 """What the command that measures the memory of a process without torch holds: a fork has torch."""
 NOT_IMPORTED = [
-    f"isobatch.launch.{name}"
-    for name in ("__main__", "_root", "loopback", "torchrun", "train", "clusters.ray.workers")
+    "isobatch.models.causal_lm.softmax_kernel",
+    *(
+        f"isobatch.launch.{name}"
+        for name in ("__main__", "_root", "loopback", "torchrun", "train", "clusters.ray.workers")
+    ),
 ]
-"""Scripts, and what imports Ray."""
+"""Scripts, and what imports Triton or Ray."""
 CLIENT = """#!{python} -IS
 import array, json, os, signal, socket, sys
 words = [w for w in sys.argv[1:] if w not in ("-P", "-u")]

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isobatch.core.atomic_files import rows_in
+from isobatch.core.atomic_files import read_json, rows_in
+from isobatch.core.errors import UserError
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint, phase_and_step
 from isobatch.engine.checkpointing.digests import folder_digests
 from isobatch.engine.checkpointing.weight_files import export_beside
@@ -101,9 +102,19 @@ def compare_folders(final: Path, fresh: Path, measured: Sequence[str] = ()) -> d
     tensors = [name for name in others if name in wanted and name.endswith(".safetensors")]
     allowed = {name: MEASURED_ROUNDING if name in measured else ROUNDING for name in tensors}
     rounded = [name for name in tensors if _difference(final / name, fresh / name) <= allowed[name]]
-    differing = sorted({*others, *wanted.keys() - found.keys()} - {*rounded})
+    texts = [name for name in others if name in wanted and name.endswith(".json")]
+    renamed = [name for name in texts if _without_version(final / name) == _without_version(fresh / name)]
+    differing = sorted({*others, *wanted.keys() - found.keys()} - {*rounded, *renamed})
     excused = [name for name in differing if _is_configuration(final / name)]
     return {"identical": wanted == found, "differing": differing, "configurations": excused}
+
+
+def _without_version(path: Path) -> Any:
+    """A JSON object without the version of transformers that wrote it; what is no object, its path."""
+    try:
+        return {**read_json(path), "transformers_version": ""}
+    except UserError:
+        return path
 
 
 def _is_configuration(path: Path) -> bool:

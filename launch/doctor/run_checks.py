@@ -16,6 +16,7 @@ from typing import Any
 from isobatch.core.errors import DONE, FAILED, TrainingError, UserError, WorkerLostError, first_line
 from isobatch.core.measures import printable
 from isobatch.core.terminal import print_answer
+from isobatch.engine.checkpointing.digests import folder_digests
 from isobatch.engine.runs.classify_errors import classify
 from isobatch.engine.runs.log_reader import damaged_rows, newest_rows
 from isobatch.engine.runs.run_folder import RunFolder, no_run, refuse_links
@@ -83,6 +84,11 @@ def check_records(run: RunFolder) -> Iterator[Check]:
             read()
         except DAMAGE as error:
             damaged[record] = f"cannot be read: {first_line(error)[:200]}"
+    written = [row["final"] for row in newest_rows(run.metrics) if "final" in row]
+    if written and run.status_or_none() == "done":
+        found = folder_digests(run.final)
+        lost = ", ".join(sorted(name for name in written[-1] if found.get(name) != written[-1][name]))
+        damaged |= {"final/": f"{lost} is missing or changed"} if lost else {}
     for record, text in damaged.items():
         yield broken(record, text, "copy it from where the run came from; plan and summary are written anew")
     if not damaged:

@@ -87,6 +87,7 @@ def _redo_here(run: RunFolder, jobs: Jobs, folder: Path | None = None) -> list[R
 
     from isobatch.engine.verification.replay import Replay
 
+    AcceleratorState._reset_state()  # noqa: SLF001  what ran here before may be of another precision
     world, found = None, []
     for plan, job in jobs:
         doing("redoing steps")
@@ -99,7 +100,6 @@ def _redo_here(run: RunFolder, jobs: Jobs, folder: Path | None = None) -> list[R
         atomic_files.write_text(folder / "report.json", json.dumps(report))  # with NaN where there is one
     world.close()
     world.exit_process(DONE)
-    AcceleratorState._reset_state()  # noqa: SLF001  the next jobs may be of another precision
     return found
 
 

@@ -17,11 +17,11 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig
 
-from isobatch.core.errors import ExportError, UserError, refuse
+from isobatch.core.errors import ExportError, UserError, first_line, refuse
 from isobatch.models import lora
 from isobatch.models.causal_lm import gguf_vocabulary
 
@@ -165,7 +165,12 @@ def write(source: Path, file: Path, kind: str, place: str) -> dict[str, Any]:
     writer.add_file_type(gguf.LlamaFileType["ALL_F32" if kind == "F32" else f"MOSTLY_{kind}"])
     _add_shape(writer, config, family)
     gguf_vocabulary.add(writer, source, config, place)
-    tensors = list(_tensors(sorted(source.glob("model*.safetensors")), config, family, kind, place))
+    if not (files := sorted(source.glob("model*.safetensors"))):
+        raise UserError(f"{place}: {source} holds no model.safetensors: copy it from where it was trained")
+    try:
+        tensors = list(_tensors(files, config, family, kind, place))
+    except SafetensorError as error:
+        raise UserError(f"{place}: the weights in {source} cannot be read: {first_line(error)}") from None
     if (rope := _rope(config)).get("rope_type") == "llama3":
         factors = _llama3_factors(rope, _head_dim(config))
         tensors.append(Stored("rope_freqs.weight", (len(factors),), "F32", lambda *_: factors))

@@ -9,6 +9,7 @@ import pytest
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
+from isobatch.engine.checkpointing.digests import folder_digests
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.doctor import run_checks
 from isobatch.launch.doctor.run_checks import check_ranks, describe_ranks, doctor
@@ -38,6 +39,24 @@ def test_a_finished_run_is_well(tmp_path: Path) -> None:
     found = found_in(run_of(tmp_path, status="done"))
     assert {check.state for check in found.values()} == {"ok"}, found
     assert found["state"].text == "done, step 7 of 300"
+
+
+@pytest.mark.parametrize("how", ["whole", "cut short", "gone"])
+def test_a_finished_runs_model_is_what_the_run_wrote(how: str, tmp_path: Path) -> None:
+    run = run_of(tmp_path, status="done")
+    run.final.mkdir()
+    model = run.final / "model.safetensors"
+    model.write_bytes(b"weights")
+    atomic_files.append_row(run.metrics, {"phase": "train", "step": 7, "final": folder_digests(run.final)})
+    if how == "cut short":
+        model.write_bytes(b"weigh")
+    if how == "gone":
+        model.unlink()
+    found = found_in(run)
+    if how == "whole":
+        assert "final/" not in found
+    else:
+        assert found["final/"].text == "model.safetensors is missing or changed"
 
 
 @pytest.mark.parametrize(

@@ -155,6 +155,18 @@ def test_weights_that_the_file_cannot_hold_are_refused(number: float, says: str,
         gguf_export.write(tmp_path, tmp_path / "x.gguf", "F16", "--to gguf")
 
 
+@pytest.mark.parametrize(("left", "says"), [(None, "holds no model.safetensors"), (300, "cannot be read")])
+def test_weights_that_are_not_there_are_no_model(left: int | None, says: str, tmp_path: Path) -> None:
+    saved("qwen2", tmp_path)
+    weights = tmp_path / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.unlink()
+    if left:
+        weights.write_bytes(whole[:left])
+    with pytest.raises(UserError, match=f"^--to gguf: .*{says}"):
+        gguf_export.write(tmp_path, tmp_path / "x.gguf", "F16", "--to gguf")
+
+
 def test_the_end_token_that_was_learnt_and_the_template_are_in_the_file(tmp_path: Path) -> None:
     saved("qwen2", tmp_path, eos_token_id=[2, 0])
     (tmp_path / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
