@@ -21,7 +21,8 @@ from isobatch.models.protocols import Drawing
 FILE_NAME = "sweep.json"
 TEST, VALID = HELD_OUT_SPLITS
 LOOKS = (("0.7", "x", "stopped or failed"), ("C0", "o", "whole run"), ("C3", "o", "best"))
-"""Colour, marker and name of settings in a picture."""
+"""Colour, marker and name of settings in a picture; up to MOST_NAMED have a colour and a name each."""
+MOST_NAMED = 10
 
 
 def searched(found: Mapping[str, Any]) -> list[str]:
@@ -88,10 +89,13 @@ def drawing(found: Mapping[str, Any], folder: Path) -> Drawing:
     def draw(over_steps: Any, *over_flags: Any) -> None:
         from matplotlib.ticker import LogLocator
 
-        for row in rows:
+        for number, row in enumerate(rows):
             mean, deviation = row["metrics"].get(metric), row["deviations"].get(metric)
             kind = 0 if "stopped" in row or mean is None else 1 + (row["values"] == best)
             look = dict(zip(("color", "marker", "label"), LOOKS[kind], strict=True), lw=1, zorder=2 + kind)
+            if len(rows) <= MOST_NAMED:
+                name = ", ".join(f"{n} {format_value(row['values'][n])}" for n in searched(found))
+                look |= {"color": f"C{number}", "label": f"{name} ({look['label']})" if kind != 1 else name}
             curves = [dict(curve(RunFolder(place), metric)) for place in places_of(row, folder)]
             if curves := [one for one in curves if one]:
                 steps = sorted(set(curves[0]).intersection(*curves))

@@ -160,7 +160,9 @@ def _store(runs: Sequence[Trained], rungs: Sequence[dict[str, Any]], folder: Pat
     atomic_files.write_json(folder / sweeps.FILE_NAME, found)
     sweeps.write_tables(found, folder)
     if has("matplotlib"):
-        draw_figure(sweeps.drawing(found, folder)).savefig(folder / "sweep.png", dpi=DOTS_PER_INCH)
+        figure = draw_figure(sweeps.drawing(found, folder))
+        for ending in ("png", "svg"):
+            figure.savefig(folder / f"sweep.{ending}", dpi=DOTS_PER_INCH)
     else:
         print_lines("no sweep.png, which needs matplotlib: pip install 'isobatch[plots]'")
     return found
