@@ -287,7 +287,8 @@ def _classifier(
         found = found.abstaining(options.precision)
     if options.threshold is not None:
         found = found.cut(options.threshold)
-    print_lines(f"answers by {found.file}{_measured(found, run)}")
+    least = "" if found.threshold is None else f"; no answer below a probability of {found.threshold:.4g}"
+    print_lines(f"answers by {found.file}{_measured(found, run)}{least}")
     text, pair = (getattr(options, name) or found.columns[name] for name in prediction.COLUMNS)
     words = found.problem.per_token
     return Answerer(found, tables.WordReader(text) if words else tables.TextReader(text, pair, pairs))

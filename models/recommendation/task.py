@@ -362,10 +362,11 @@ class Recommender(Task):
         best = metrics.get("best_on_validation", MODEL if self._has_network else EASE)
         other = "; try --preset sequence" if self._has_network and not self.recipe.preset else ""
         said = _verdict(metrics, self.options.top_k, "this model" if self._has_network else "", other)
-        if best == MODEL or best not in BASELINES:
-            return said
-        lists = f"lists are by {BASELINES[best]} unless --by names another"
-        return "; ".join(filter(None, (said, lists)))
+        k, what = self.options.top_k, "this model" if self._has_network else BASELINES.get(str(best), "")
+        beside = _beside_popularity(metrics, k, what) if said and BASELINES[POPULARITY] not in said else ""
+        named = best != MODEL and best in BASELINES
+        lists = f"lists are by {BASELINES[best]} unless --by names another" if named else ""
+        return "; ".join(filter(None, (said, beside, lists)))
 
     def kept_rows(self, run: Path, facts: Facts) -> tuple[Mapping[str, Any], str]:
         from isobatch.models.recommendation.catalogue import kept_rows
@@ -438,6 +439,16 @@ class Recommender(Task):
             usage=usage_lines(__file__),
             remark="with numpy and safetensors alone",
         )
+
+
+def _beside_popularity(metrics: Mapping[str, Any], k: int, what: str) -> str:
+    """How much better `what` ranks than the list that a shop has without it; "" where that is not known."""
+    figure, own = metrics.get(f"full_{POPULARITY}_ndcg@{k}"), metrics.get(f"full_ndcg@{k}")
+    interval = metrics.get(f"full_{POPULARITY}_ndcg@{k}_difference_ci95")
+    if not (isinstance(interval, list) and [*map(type, [figure, own, *interval])] == [float] * 4):
+        return ""
+    low, high = interval
+    return f"beside what most took {what} has {own - figure:+.4f} (95 %: {-high:+.4f} to {-low:+.4f})"  # type: ignore[operator]
 
 
 def _verdict(metrics: Mapping[str, Any], k: int, model: str, other: str) -> str:

@@ -278,6 +278,19 @@ def test_a_difference_that_may_be_chance_is_said_to_be_one() -> None:
         assert task.final_remark({**metrics_beside("ease", 0.4, (0.05, 0.15)), **received}) == ""
 
 
+def test_what_a_shop_would_show_without_a_model_stands_beside_it() -> None:
+    """Of the classics alone the one that validation chose; not twice where popularity is what ranks best."""
+    both = metrics_beside("ease", 0.2, (-0.12, -0.08)) | metrics_beside("popularity", 0.1, (-0.25, -0.15))
+    said = recommender(data="shop").final_remark(both)
+    assert said.endswith("; beside what most took this model has +0.2000 (95 %: +0.1500 to +0.2500)")
+    classics = recommender(data="shop", head="none", text="off")
+    assert "beside what most took ALS has +0.2000" in classics.final_remark(
+        {**both, "best_on_validation": "als"}
+    )
+    most = metrics_beside("ease", 0.2, (-0.12, -0.08)) | metrics_beside("popularity", 0.4, (0.05, 0.15))
+    assert "beside" not in recommender(data="shop").final_remark(most)
+
+
 def test_the_baseline_that_was_best_on_validation_is_held_against_the_model() -> None:
     task = recommender(data="shop")
     metrics = metrics_beside("knn", 0.33, (0.02, 0.04)) | metrics_beside("ease", 0.32, (0.01, 0.03))
