@@ -106,7 +106,7 @@ def test_one_price_for_several_kinds_of_card_names_no_cheapest() -> None:
 
 
 def test_one_that_does_not_fit_says_why_beside_those_that_do() -> None:
-    found = compare("--compare", [target("rtx3050-laptop", 8192), target("h100", 8192)], {}, None)
+    found = compare("--compare", [target("rtx3050-laptop", 32_768), target("h100", 32_768)], {}, None)
     assert [bool(e.plan) for e in found.estimates] == [False, True]
     assert "rtx3050-laptop: one sample of" in format_comparison(found)
     row = found.to_dict()["rows"][0]
