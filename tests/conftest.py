@@ -30,8 +30,12 @@ runpy.run_path(str(ROOT / "launch" / "_root.py"))
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 GRACE_SECONDS = 5.0
 """How long a child that is ending may take: loader processes die a moment after their loop."""
-FORGIVEN = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "PYTORCH_NVML_BASED_CUDA_CHECK", "KMP_")
-"""Beginnings: set by pytest for each test, by torch's compiler when imported, accelerate, scikit-learn."""
+FORGIVEN = (
+    *("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "PYTORCH_NVML_BASED_CUDA_CHECK", "KMP_"),
+    "RAY_CLIENT_MODE",
+)
+"""Beginnings: set by pytest for each test, by torch's compiler when imported, accelerate, scikit-learn and Ray
+when it is imported."""
 
 NEW_MODULES = 100
 """So many imported modules are worth a collection before they are frozen."""
