@@ -34,8 +34,7 @@ FORGIVEN = (
     *("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "PYTORCH_NVML_BASED_CUDA_CHECK", "KMP_"),
     "RAY_CLIENT_MODE",
 )
-"""Beginnings: set by pytest for each test, by torch's compiler when imported, accelerate, scikit-learn and Ray
-when it is imported."""
+"""Beginnings: set by pytest for each test, or by torch's compiler, accelerate, scikit-learn and Ray."""
 
 NEW_MODULES = 100
 """So many imported modules are worth a collection before they are frozen."""
