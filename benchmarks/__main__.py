@@ -29,6 +29,7 @@ BENCHMARKS = {
     "golden": ("quality.golden", "training before and after a change, killed and resumed: equal to the bit"),
     "predictions": ("quality.predictions", "predicted memory and time beside what 27 recipes took"),
     "published": ("quality.published", "the planner's memory and time beside published figures"),
+    "published-gpus": ("quality.published_gpus", "the planner beside 25 published runs on GPUs"),
     "soak": ("soak.command", "a hundred faults at random moments; the runs must end as if there were none"),
 }
 """Name -> its module, which has a `measure(quick)`, and what it measures."""

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from isobatch.benchmarks.gpu import suite
 from isobatch.benchmarks.gpu.runner import COMMAND_LINE, GPU, Part, Trial
 from isobatch.engine.planning.calibration import PUBLISHED
-from isobatch.engine.planning.memory_model import ExecutionChoices, kept_bytes_per_token
+from isobatch.engine.planning.cost_model import moved_bytes
+from isobatch.engine.planning.memory_model import ExecutionChoices
 from isobatch.models.flops import flops_per_token
 
 if TYPE_CHECKING:
@@ -207,8 +208,9 @@ def _traffic(
     per_step = launches + (12.0 + 28.0) * size.trainable / bandwidth  # gradients are added, weights updated
     token = 1 / tokens_per_second - per_step / (ROWS * LENGTH)
     products = flops_per_token(size, LENGTH) / (peak * known["matmul_share"])
-    kept = kept_bytes_per_token(size, ExecutionChoices(device="cuda", precision="bf16"), LENGTH)
-    return round(max(0.0, token - products) * bandwidth / kept, 2)
+    choices = ExecutionChoices(device="cuda", precision="bf16")
+    none, once = (moved_bytes(size, choices, LENGTH, moves) for moves in (0.0, 1.0))
+    return round(max(0.0, (token - products) * bandwidth - none) / (once - none), 2)
 
 
 def ceilings() -> Row:

@@ -10,8 +10,12 @@ import dataclasses
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from isobatch.engine.machine.ceilings import Ceilings
+
+if TYPE_CHECKING:
+    from isobatch.engine.machine.gpu_table import Gpu
 
 TYPICAL_CORE = Ceilings(**tomllib.loads(Path(__file__).with_name("typical_core.toml").read_text("utf-8")))
 """Of a core, for machines that are only named (measured on two cores of an AMD EPYC with AVX512_BF16)."""
@@ -45,6 +49,10 @@ HIDDEN = 0.6
 """Share of an overlapped exchange that runs beside the arithmetic as long as that lasts (uncalibrated)."""
 MOBILE_SUSTAINED = 0.8
 """Share of its peak rate that a mobile GPU sustains when warm (uncalibrated)."""
+LOGIT, WHOLE_LOGIT = 12.0, 30.0
+"""Bytes moved for a logit on a GPU, by the head's own kernel and by torch's functions (counted)."""
+ADAPTER_INPUT = 32.0
+"""Bytes moved for a value that an adapter reads: dropout, a copy and the sum (counted by `make gpu-dry`)."""
 RECURRENT_STEP_SECONDS = 5e-5
 """Forward and backward pass of one token of a recurrent layer on a GPU, however many rows (uncalibrated)."""
 
@@ -61,13 +69,13 @@ took longer, on an H200 whose constants were not its own (`make gpu`: 37.9 ms fo
 class GpuConstants:
     """What training reaches on a GPU.
 
-    The defaults are fitted to nanoGPT's 250 ms an iteration without and 135 ms with torch.compile on an A100
-    (12 rows of 1,024 tokens, attention by separate kernels): `python -m benchmarks published`.
+    Shares of the peak are fitted to half of 20 published speeds (`python -m benchmarks published-gpus`),
+    traffic is counted kernel by kernel (`make gpu-dry`).
     """
 
-    matmul_share: float = 0.6
-    """Of the dense peak, in matrix products."""
-    traffic: float = 8.0
+    matmul_share: float = 0.78
+    """Of the dense peak, in matrix products, but for what they read and write."""
+    traffic: float = 6.9
     """How often each byte that the backward pass needs is moved by kernels that are no matrix products."""
     compiled_traffic: float = 3.5
     launch_seconds: float = 3e-3
@@ -82,13 +90,17 @@ class GpuConstants:
 
 
 PUBLISHED = GpuConstants()
+HOPPER = GpuConstants(matmul_share=0.65)
+"""Of data centre cards from the H100 on, which their power limit slows in large products."""
 MEASURED: dict[str, GpuConstants] = {}
 """Card of the GPU table (`h100`) -> constants measured on it."""
 
 
-def gpu_constants(card: str | None) -> GpuConstants:
+def gpu_constants(gpu: Gpu | None) -> GpuConstants:
     """The constants of a card of the GPU table, or those fitted to published figures."""
-    return MEASURED.get(card or "", PUBLISHED)
+    if gpu is None:
+        return PUBLISHED
+    return MEASURED.get(gpu.card or "", HOPPER if gpu.compute_capability[0] in (9, 10) else PUBLISHED)
 
 
 def typical_ceilings(cores: int) -> Ceilings:

@@ -22,7 +22,13 @@ from isobatch.engine.machine.hardware import Hardware
 from isobatch.engine.planning import calibration
 from isobatch.engine.planning.memory_model import ExecutionChoices, held_weight_bytes, kept_bytes_per_token
 from isobatch.models.base import ModelSize
-from isobatch.models.flops import flops_per_token, intermediate_width, layers_and_width
+from isobatch.models.flops import (
+    flops_per_token,
+    intermediate_width,
+    key_width,
+    layers_and_width,
+    query_width,
+)
 
 BUCKET_BYTES = 25e6
 """Gradients are reduced in buckets of this size (DDP's default)."""
@@ -78,7 +84,7 @@ class PlanningCase:
     @property
     def constants(self) -> calibration.GpuConstants:
         """What training reaches on this GPU."""
-        return calibration.gpu_constants(self.hardware.gpu.card)
+        return calibration.gpu_constants(self.hardware.gpu)
 
 
 def flop_rate(case: PlanningCase, processes: int) -> float:
@@ -123,7 +129,7 @@ def micro_batch_seconds(case: PlanningCase, choices: ExecutionChoices) -> float:
 def token_seconds(case: PlanningCase, choices: ExecutionChoices) -> float:
     """Seconds of the forward and backward pass of one padded token.
 
-    On GPUs the matrix products, and the traffic of all other kernels through the device's memory.
+    On GPUs the matrix products, and all traffic through the device's memory.
     """
     length = case.facts.mean_length
     flops = flops_per_token(case.model_size, length, choices.activation_checkpointing)
@@ -133,8 +139,25 @@ def token_seconds(case: PlanningCase, choices: ExecutionChoices) -> float:
         return seconds + case.local(choices.processes) * passes * _elementwise_seconds(case, choices)
     known = case.constants
     moves = known.compiled_traffic if case.compile and choices.traits.compiles else known.traffic
-    kept = kept_bytes_per_token(case.model_size, choices, round(length))
-    return seconds + moves * passes * kept / memory_bandwidth(case)
+    moved = moved_bytes(case.model_size, choices, round(length), moves)
+    return seconds + passes * moved / memory_bandwidth(case)
+
+
+def moved_bytes(size: ModelSize, choices: ExecutionChoices, length: int, moves: float) -> float:
+    """Bytes of a token that cross a GPU's memory, forward and backward: what products read and write, `moves`
+    times what the layers keep, frozen or not, and what the head and adapters move.
+    """
+    layers, hidden = layers_and_width(size)
+    widths = hidden + query_width(size) + key_width(size)
+    widths += (1.5 if size.gated else 1.0) * (hidden + intermediate_width(size))
+    operands = 3 * (2.0 if choices.half else 4.0) * 2 * widths  # a product forward, and two backward
+    bare = dataclasses.replace(size, trainable=size.parameters, adapter_inputs=0, vocabulary=0)
+    logit = calibration.LOGIT if size.head_bytes and choices.half else calibration.WHOLE_LOGIT
+    return (
+        layers * (operands + calibration.ADAPTER_INPUT * size.adapter_inputs)
+        + moves * kept_bytes_per_token(bare, choices, length)
+        + logit * size.vocabulary
+    )
 
 
 def _elementwise_seconds(case: PlanningCase, choices: ExecutionChoices) -> float:

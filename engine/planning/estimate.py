@@ -195,7 +195,7 @@ def run_time(target: Target, plan: Plan, size: ModelSize) -> tuple[int, dict[str
     # Where a phase rounds, its first steps are computed twice before.
     first = FIRST_STEP + (2 * REHEARSED_STEPS if size.rounds else 0)
     start = START_SECONDS + (CHILDREN_SECONDS if plan.processes > 1 else 0.0)
-    constants = calibration.gpu_constants(target.hardware.gpu.card if target.hardware.gpus else None)
+    constants = calibration.gpu_constants(target.hardware.gpu if target.hardware.gpus else None)
     lengths = {math.ceil(n / plan.pad_multiple) for n in facts.lengths}
     return steps, {
         "start": start + size.weight_bytes / LOAD_BANDWIDTH + first * step,
