@@ -15,7 +15,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +29,25 @@ CommandRunner = Callable[[list[str]], str | None]
 """Command line -> its standard output, or None where it fails."""
 # With CUDA, gcnArchName is the name of the card.
 PROBE = """
-import json, torch
-failure, p = "", []
+import importlib.util, json, torch
+failure, p, taken = "", [], []
 try:
     torch.cuda.init()
     p = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
 except Exception as error:
     failure = str(error)
+try:  # as the vendor's library says, without a context on each card
+    taken = [torch.cuda.device_memory_used(i) for i in range(len(p))]
+except Exception:
+    pass
 print(json.dumps({
     "architectures": torch.cuda.get_arch_list(),
     "devices": [
         [q.name, q.total_memory, q.major, q.minor, q.gcnArchName.split(":")[0] if torch.version.hip else ""]
         for q in p
     ],
+    "taken": taken,
+    "triton": importlib.util.find_spec("triton") is not None,
     "failure": failure,
     "build": torch.version.cuda or torch.version.hip or "",
 }))
@@ -202,6 +208,10 @@ class VisibleDevices:
     devices: list[tuple[str, int, int, int, str]] = field(default_factory=list)
     """(name, memory in bytes, major, minor, chip) of each visible device, MIG slices included. `chip`: AMD's
     name of the architecture; empty for NVIDIA's."""
+    taken: list[int] = field(default_factory=list)
+    """Bytes in use of each device; empty where the vendor's library does not say."""
+    triton: bool = True
+    """Whether it is installed, so that torch can make kernels."""
     failure: str = ""
     """Why torch cannot use a GPU, in its own words."""
     build: str = ""
@@ -228,9 +238,14 @@ def detect_gpus(env: Mapping[str, str], execute: CommandRunner, root: Path = Pat
         # Only the device files are known. Where none is NVIDIA's own, the GPU may be one that torch is not
         # made for: no GPU then, unless torch complains of its driver.
         return (make_gpu("NVIDIA GPU", 0, (0, 0), [], why_unusable=seen.why_unusable),) * max(1, own)
+    taken = seen.taken or [0] * len(seen.devices)
     return tuple(
-        make_gpu(name, memory, (major, minor), seen.architectures, chip)
-        for name, memory, major, minor, chip in seen.devices
+        replace(
+            make_gpu(name, memory, (major, minor), seen.architectures, chip),
+            taken_bytes=used,
+            has_triton=seen.triton,
+        )
+        for (name, memory, major, minor, chip), used in zip(seen.devices, taken, strict=True)
     )
 
 

@@ -42,6 +42,10 @@ class Gpu:
     memory_bandwidth: float
     link_bandwidth: float = PCIE
     """Bytes/s to the other GPUs of its node."""
+    taken_bytes: int = 0
+    """Of its memory, by other programs, when it was detected."""
+    has_triton: bool = True
+    """Whether torch can make kernels for it."""
 
     @property
     def card(self) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from itertools import groupby
@@ -63,6 +64,50 @@ class Hardware:
         per_node = f"{len(self.gpus)} x {self.gpu.name}" if len(self.gpus) > 1 else self.gpu.name
         where = f"{self.nodes} nodes of {per_node}" if self.nodes > 1 else per_node
         return f"{where} ({format_bytes(self.gpu.memory_bytes)} each)"
+
+
+TAKEN_BYTES = 10**9
+"""Of a GPU's memory, which a driver and a screen may take."""
+
+
+def gpu_remarks(hardware: Hardware) -> list[tuple[str, str, str]]:
+    """What makes detected GPUs slower or smaller than their names say: (which, what happens, what helps)."""
+    if hardware.kind != "cuda" or hardware.source != "detected":
+        return []
+    gpus = {str(number): gpu for number, gpu in enumerate(hardware.gpus) if gpu.supported}
+    found: dict[tuple[str, str], list[str]] = {}
+    for number, gpu in gpus.items():
+        for remark in _remarks(gpu):
+            found.setdefault(remark, []).append(number)
+    lines = [(f"GPU {', '.join(numbers)}", *remark) for remark, numbers in found.items()]
+    kinds = sorted({f"{gpu.name} ({format_bytes(gpu.memory_bytes)})" for gpu in gpus.values()})
+    if len(kinds) > 1:
+        differ = " and ".join(kinds)
+        pace = "each gets what fits the smallest, at the pace of the slowest"
+        lines.append(("GPUs", f"{differ} differ: {pace}", "CUDA_VISIBLE_DEVICES=0 trains on the first alone"))
+    return lines
+
+
+def _remarks(gpu: Gpu) -> Iterator[tuple[str, str]]:
+    if not gpu.native_bf16:
+        instead = "fp16 with a loss scale" if gpu.compute_capability >= (7, 0) else "fp32"
+        yield (
+            f"{gpu.name} has no bf16 ({gpu.capability}): it computes in {instead}",
+            "--precision fp32 is exact",
+        )
+    if gpu.card is None:
+        what = "is a MIG slice" if " MIG " in gpu.name else "is in no table of mine"
+        yield f"{gpu.name} {what}: times are a cautious guess", "isobatch profile RUN measures them"
+    if gpu.taken_bytes > TAKEN_BYTES:
+        free = gpu.memory_bytes - gpu.taken_bytes
+        text = f"other programs take {format_bytes(gpu.taken_bytes)} of {format_bytes(gpu.memory_bytes)}"
+        then = "a plan counts all, and what runs out of memory goes on in smaller micro-batches"
+        yield (
+            f"{text}: {then}",
+            f"nvidia-smi lists them; --memory-limit {free * 9 // 10**10}GB keeps clear of them",
+        )
+    if not gpu.has_triton:
+        yield "torch has no Triton: nothing is compiled, so layers take more kernels", "pip install triton"
 
 
 SIZE = r"(\d+(?:\.\d+)?[gt]b)"

@@ -10,6 +10,7 @@ from isobatch.core.errors import UserError
 from isobatch.core.flags import flags_of
 from isobatch.core.measures import format_duration
 from isobatch.core.plan import PRECISION_WORDS, Invariance, Plan, PlanOptions, Precision, size_of
+from isobatch.engine.machine.hardware import gpu_remarks
 from isobatch.engine.planning.cost_model import PlanningCase, run_steps
 from isobatch.models.flops import layers_and_width
 
@@ -32,11 +33,12 @@ STREAM_CACHE = "20gb"
 
 def choose_device(hardware: Hardware, asked: PlanOptions) -> tuple[DeviceKind, str]:
     """The device that trains. Raises UserError where the one asked for is not there or not usable."""
-    wants_gpu = asked.device == "cuda" or (asked.device == "auto" and hardware.kind == "cpu")
-    if wants_gpu and hardware.gpus and hardware.kind != "cuda":
-        gpu = hardware.gpu
-        lacks = f"this torch build has no kernels for it ({gpu.capability}): install one that has"
-        raise UserError(f"{gpu.name}: {gpu.why_unusable or lacks}; --device cpu trains without it")
+    bad = next((gpu for gpu in hardware.gpus if not gpu.supported), None)
+    if bad and asked.device in ("auto", "cuda"):
+        lacks = f"this torch build has no kernels for it ({bad.capability}): install one that has"
+        usable = ",".join(str(n) for n, gpu in enumerate(hardware.gpus) if gpu.supported)
+        way = f"CUDA_VISIBLE_DEVICES={usable} leaves it out" if usable else "--device cpu trains without it"
+        raise UserError(f"{bad.name}: {bad.why_unusable or lacks}; {way}")
     if asked.device == "auto":
         return hardware.kind, f"{hardware.source}: {hardware.describe()}"
     if asked.device not in ("cpu", hardware.kind):
@@ -131,6 +133,8 @@ def choose_compile(case: PlanningCase, eager: float, compiled: float | None) -> 
         return "off", "the strategy gathers weights in hooks, which the compiler cannot follow"
     if case.asked.pack == "on" and case.asked.compile == "auto":
         return "off", "packed rows have another length each time, and each would be compiled anew"
+    if case.device == "cuda" and not case.hardware.gpu.has_triton:
+        return "off", "torch has no Triton here to make kernels with: pip install triton"
     if case.asked.compile != "auto":
         return case.asked.compile, case.asked.why("compile")
     if case.device != "cuda":
@@ -248,6 +252,12 @@ def fixed_loader_settings(plan: Plan) -> dict[str, tuple[bool, str]]:
 
 PLANNED_AS = {"micro_batch": "micro_batch_samples"}
 """Options whose field in the plan has another name."""
+
+
+def remarks_on_plan(asked: PlanOptions, plan: Plan, hardware: Hardware) -> list[str]:
+    """Lines for the user: options that the plan does not follow, and what is odd about GPUs that train."""
+    remarks = gpu_remarks(hardware) if plan.device == "cuda" else []
+    return [*unmet_wishes(asked, plan), *(f"{which}: {text}; {way}" for which, text, way in remarks)]
 
 
 def unmet_wishes(asked: PlanOptions, plan: Plan) -> list[str]:

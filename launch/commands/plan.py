@@ -15,7 +15,7 @@ from isobatch.core.terminal import print_answer, print_lines
 from isobatch.engine.machine.detect import detect
 from isobatch.engine.machine.hardware import Hardware, parse_hardware
 from isobatch.engine.planning import comparison
-from isobatch.engine.planning.choices import fixed_loader_settings, unmet_wishes
+from isobatch.engine.planning.choices import fixed_loader_settings, remarks_on_plan
 from isobatch.engine.planning.estimate import Target, estimate, parse_prices
 from isobatch.launch.local.arguments import Request, parse_request
 from isobatch.launch.local.run_setup import AnswerOptions, PlannedOptions, planned_facts, prepared_facts
@@ -72,7 +72,7 @@ def plan_of(request: Request, options: PlanCommandOptions) -> tuple[dict[str, An
     found = estimate(target, prices)
     if found.plan is None:
         raise UserError(found.why_not)
-    print_lines(*unmet_wishes(request.plan, found.plan), quiet=request.run.quiet)
+    print_lines(*remarks_on_plan(request.plan, found.plan, target.hardware), quiet=request.run.quiet)
     loader = fixed_loader_settings(found.plan)
     answer = {
         "recipe": {**recipe.to_dict(), "hash": recipe.hash()},

@@ -19,6 +19,7 @@ from isobatch.core import hub_cache
 from isobatch.core.measures import format_bytes
 from isobatch.core.package import cache_folder
 from isobatch.engine.machine.detect import detect
+from isobatch.engine.machine.hardware import gpu_remarks
 from isobatch.launch.doctor.probes import Check, Probe, broken, ok, ok_if, try_out, warning
 from isobatch.launch.local.interfaces import loopback_interface
 
@@ -77,15 +78,18 @@ def probe(name: str, **arguments: Any) -> Probe:
 
 
 def check_gpus(hardware: Hardware) -> list[Check]:
-    """A line for each GPU that torch cannot use, and where there is none; the others are tried."""
+    """A line for each GPU that torch cannot use, where there is none, and on what slows the others, which are
+    tried.
+    """
     if not hardware.gpus or hardware.kind == "mps":
         return [ok("GPU", "none: the processor trains" if not hardware.gpus else "that of Apple's chip")]
     remedy = f"{NEW_TORCH}; or install a newer driver (nvidia.com/drivers) and restart"
-    return [
+    unusable = [
         broken(f"GPU {n}", f"{gpu.name}: {gpu.why_unusable or 'this torch has no kernels for it'}", remedy)
         for n, gpu in enumerate(hardware.gpus)
         if not gpu.supported
     ]
+    return unusable + [warning(*remark) for remark in gpu_remarks(hardware)]
 
 
 def installed_version(name: str) -> str | None:

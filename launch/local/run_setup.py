@@ -27,7 +27,7 @@ from isobatch.data.digests import FACTS_FILE, changed_file
 from isobatch.engine import consent
 from isobatch.engine.loading.prepare import CHECK_SECONDS, assumed_facts, folder_of, prepare
 from isobatch.engine.machine.detect import detect
-from isobatch.engine.planning.choices import unmet_wishes
+from isobatch.engine.planning.choices import remarks_on_plan
 from isobatch.engine.planning.estimate import Target
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import FolderTakenError, RunFolder, free_folder, list_runs, run_name
@@ -39,6 +39,7 @@ from isobatch.models.causal_lm import known_models
 
 if TYPE_CHECKING:
     from isobatch.core.recipe import Recipe
+    from isobatch.engine.machine.hardware import Hardware
     from isobatch.models.protocols import Batches
 
 
@@ -172,8 +173,9 @@ def plan_for_training(
         begun = run.plan.precision
         why = {**asked.measured_options, "precision": f"this run began in {begun}"}
         asked = dataclasses.replace(asked, precision=wishes.get(begun, begun), measured_options=why)
-    plan = plan_for_this_machine(recipe, facts, asked, world)
-    print_lines(*unmet_wishes(asked, plan), quiet=quiet)
+    hardware = detect()
+    plan = plan_for_this_machine(recipe, facts, asked, world, hardware)
+    print_lines(*remarks_on_plan(asked, plan, hardware), quiet=quiet)
     if run is not None and has_begun and run.has_plan and (before := run.plan.processes) != plan.processes:
         print_lines(f"processes: {plan.processes} here, {before} before; the same batches", quiet=quiet)
     return plan
@@ -231,11 +233,16 @@ def create_run(request: Request, facts: Facts) -> RunFolder:
 
 
 def plan_for_this_machine(
-    recipe: Recipe, facts: Facts, options: PlanOptions, world: int | None = None
+    recipe: Recipe,
+    facts: Facts,
+    options: PlanOptions,
+    world: int | None = None,
+    hardware: Hardware | None = None,
 ) -> Plan:
     """The plan for this machine; `world`: number of processes, if given. Raises UserError."""
     doing("planning")
-    plan = Target("here", workload_of(recipe), recipe, facts, detect(), options, world).plan()
+    here = hardware or detect()
+    plan = Target("here", workload_of(recipe), recipe, facts, here, options, world).plan()
     need(traits_of(plan.strategy).library.lower(), f"--strategy {plan.strategy}")
     need(OPTIMIZERS[recipe.optimizer].library, f"--optimizer {recipe.optimizer}")
     return plan

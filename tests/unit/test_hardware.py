@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from typing import TYPE_CHECKING
 
@@ -13,11 +14,16 @@ from isobatch.core.plan import PlanOptions
 from isobatch.engine.machine import detect
 from isobatch.engine.machine.gpu_table import MACHINES, MIB, find_gpu_model
 from isobatch.engine.machine.hardware import GIB, parse_hardware
+from isobatch.engine.planning import estimate
 from isobatch.engine.planning.choices import choose_device
+from isobatch.launch.commands import plan
+from isobatch.launch.doctor import machine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from isobatch.tests.unit.fake_slurm import Say
 
 GROUP = "proc/self/cgroup"
 
@@ -316,3 +322,69 @@ def test_hidden_gpus_and_those_torch_is_not_made_for_are_none(
     probe = {**BUILD, "failure": "No CUDA GPUs are available"}
     machine = detect.detect(root=fixture(tmp_path, **{file: ""}), env=env, execute=answers(probe))
     assert (machine.kind, machine.gpus) == ("cpu", ())
+
+
+A100 = ["NVIDIA A100-SXM4-80GB", 80 * GIB, 8, 0, ""]
+L4 = ["NVIDIA L4", 24 * GIB, 8, 9, ""]
+NEWER = {"architectures": ["sm_75", "sm_80", "sm_90"], "build": "13.0"}
+BAD_GPUS: dict[str, tuple[dict[str, object], str]] = {
+    # What torch finds, and what `doctor` and `plan` both say of it.
+    "an old driver": (
+        {**NEWER, "failure": OLD_DRIVER},
+        "driver on your system is too old (found version 12040)",
+    ),
+    "no kernels for one": (
+        {**NEWER, "devices": [L4, ["NVIDIA GeForce GTX 1080", 8 * GIB, 6, 1, ""]]},
+        "NVIDIA GeForce GTX 1080: ",
+    ),
+    "no bf16": (
+        {**NEWER, "devices": [["Tesla T4", 15360 * MIB, 7, 5, ""]] * 2},
+        "Tesla T4 has no bf16 (compute capability 7.5): it computes in fp16 with a loss scale",
+    ),
+    "unequal": (
+        {**NEWER, "devices": [A100, L4]},
+        "each gets what fits the smallest, at the pace of the slowest",
+    ),
+    "MIG": (
+        {**NEWER, "devices": [["NVIDIA H100 80GB HBM3 MIG 1g.10gb", 10 * GIB, 9, 0, ""]]},
+        "MIG 1g.10gb is a MIG slice: times are a cautious guess",
+    ),
+    "in use": (
+        {**NEWER, "devices": [L4], "taken": [20 * GIB]},
+        "other programs take 21.47 GB of 25.77 GB: a plan counts all",
+    ),
+    "no Triton": (
+        {**NEWER, "devices": [L4], "triton": False},
+        "torch has no Triton: nothing is compiled",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", BAD_GPUS)
+def test_doctor_and_plan_say_what_is_odd_about_a_gpu_and_what_happens_then(
+    fault: str, tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one sentence each, with a way out; what cannot train is refused."""
+    probe, sentence = BAD_GPUS[fault]
+    root = fixture(tmp_path, **{"dev/nvidia0": ""})
+    hardware = detect.detect(root=root, env={}, execute=answers(probe))
+    (check,) = machine.check_gpus(hardware)
+    assert sentence in check.text
+    assert (check.state == "broken", bool(check.remedy)) == (
+        not all(g.supported for g in hardware.gpus),
+        True,
+    )
+    monkeypatch.setattr(plan, "detect", lambda: hardware)
+    monkeypatch.setattr(estimate, "ceilings_of", lambda *_: None)
+    words = ("--task", "causal-lm", "--model", "gpt2-124m", "--assume-length", "128", "--compile", "on")
+    if check.state == "broken":
+        with pytest.raises(UserError) as caught:
+            say(plan.plan, *words)
+        (line,) = str(caught.value).splitlines()
+        assert sentence in line
+        assert re.search("--device cpu trains without it|CUDA_VISIBLE_DEVICES=0 leaves it out", line)
+        return
+    code, _, err = say(plan.plan, *words)
+    (line,) = [line for line in err.splitlines() if line.startswith("GPU")]
+    assert (code, line) == (0, f"{check.name}: {check.text}; {check.remedy}")
+    assert ("--compile on: torch has no Triton" in err) == (fault == "no Triton")
