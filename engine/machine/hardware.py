@@ -82,30 +82,23 @@ def gpu_remarks(hardware: Hardware) -> list[tuple[str, str, str]]:
     lines = [(f"GPU {', '.join(numbers)}", *remark) for remark, numbers in found.items()]
     kinds = sorted({f"{gpu.name} ({format_bytes(gpu.memory_bytes)})" for gpu in gpus.values()})
     if len(kinds) > 1:
-        differ = " and ".join(kinds)
-        pace = "each gets what fits the smallest, at the pace of the slowest"
-        lines.append(("GPUs", f"{differ} differ: {pace}", "CUDA_VISIBLE_DEVICES=0 trains on the first alone"))
+        pace = f"{' and '.join(kinds)} differ: each gets what fits the smallest, at the pace of the slowest"
+        lines.append(("GPUs", pace, "CUDA_VISIBLE_DEVICES=0 trains on the first alone"))
     return lines
 
 
 def _remarks(gpu: Gpu) -> Iterator[tuple[str, str]]:
     if not gpu.native_bf16:
         instead = "fp16 with a loss scale" if gpu.compute_capability >= (7, 0) else "fp32"
-        yield (
-            f"{gpu.name} has no bf16 ({gpu.capability}): it computes in {instead}",
-            "--precision fp32 is exact",
-        )
+        yield f"{gpu.name} has no bf16 ({gpu.capability}): it takes {instead}", "--precision fp32 is exact"
     if gpu.card is None:
         what = "is a MIG slice" if " MIG " in gpu.name else "is in no table of mine"
         yield f"{gpu.name} {what}: times are a cautious guess", "isobatch profile RUN measures them"
     if gpu.taken_bytes > TAKEN_BYTES:
-        free = gpu.memory_bytes - gpu.taken_bytes
         text = f"other programs take {format_bytes(gpu.taken_bytes)} of {format_bytes(gpu.memory_bytes)}"
         then = "a plan counts all, and what runs out of memory goes on in smaller micro-batches"
-        yield (
-            f"{text}: {then}",
-            f"nvidia-smi lists them; --memory-limit {free * 9 // 10**10}GB keeps clear of them",
-        )
+        clear = max(0, gpu.memory_bytes - gpu.taken_bytes) * 9 // 10**7
+        yield f"{text}: {then}", f"end them (nvidia-smi), or --memory-limit {clear}MB keeps clear of them"
     if not gpu.has_triton:
         yield "torch has no Triton: nothing is compiled, so layers take more kernels", "pip install triton"
 

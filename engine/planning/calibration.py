@@ -96,10 +96,8 @@ MEASURED: dict[str, GpuConstants] = {}
 """Card of the GPU table (`h100`) -> constants measured on it."""
 
 
-def gpu_constants(gpu: Gpu | None) -> GpuConstants:
+def gpu_constants(gpu: Gpu) -> GpuConstants:
     """The constants of a card of the GPU table, or those fitted to published figures."""
-    if gpu is None:
-        return PUBLISHED
     return MEASURED.get(gpu.card or "", HOPPER if gpu.compute_capability[0] in (9, 10) else PUBLISHED)
 
 

@@ -21,14 +21,8 @@ from isobatch.engine.machine.ceilings import Ceilings
 from isobatch.engine.machine.hardware import Hardware
 from isobatch.engine.planning import calibration
 from isobatch.engine.planning.memory_model import ExecutionChoices, held_weight_bytes, kept_bytes_per_token
+from isobatch.models import flops
 from isobatch.models.base import ModelSize
-from isobatch.models.flops import (
-    flops_per_token,
-    intermediate_width,
-    key_width,
-    layers_and_width,
-    query_width,
-)
 
 BUCKET_BYTES = 25e6
 """Gradients are reduced in buckets of this size (DDP's default)."""
@@ -91,7 +85,7 @@ def flop_rate(case: PlanningCase, processes: int) -> float:
     """FLOP/s of one process in matrix products. Unequal GPUs count as the one with the least memory."""
     if case.device == "cpu":
         native = case.precision != "fp32" and case.hardware.cpu_bf16
-        rate = case.ceilings.matmul_rate(layers_and_width(case.model_size)[1], native)
+        rate = case.ceilings.matmul_rate(flops.layers_and_width(case.model_size)[1], native)
         emulated = case.precision != "fp32" and not native
         reached = calibration.CPU_MATMUL_SHARE * (calibration.EMULATED_BF16 if emulated else 1.0)
         return rate / case.local(processes) * reached
@@ -113,7 +107,7 @@ def micro_batch_seconds(case: PlanningCase, choices: ExecutionChoices) -> float:
     """
     fixed = 12.0 * case.model_size.trainable / memory_bandwidth(case)
     fixed += (1 - _hidden_share(case)) * gather_seconds(case, choices)
-    layers, hidden = layers_and_width(case.model_size)
+    layers, hidden = flops.layers_and_width(case.model_size)
     longest_row = (case.facts.mean_length + case.facts.longest) / 2  # the first of the rows sorted by length
     steps = case.model_size.recurrent_layers * longest_row
     if case.device == "cpu":
@@ -132,8 +126,8 @@ def token_seconds(case: PlanningCase, choices: ExecutionChoices) -> float:
     On GPUs the matrix products, and all traffic through the device's memory.
     """
     length = case.facts.mean_length
-    flops = flops_per_token(case.model_size, length, choices.activation_checkpointing)
-    seconds = max(flops, 1.0) / flop_rate(case, choices.processes)
+    work = flops.flops_per_token(case.model_size, length, choices.activation_checkpointing)
+    seconds = max(work, 1.0) / flop_rate(case, choices.processes)
     passes = 4 / 3 if choices.activation_checkpointing else 1.0
     if case.device == "cpu":
         return seconds + case.local(choices.processes) * passes * _elementwise_seconds(case, choices)
@@ -147,9 +141,9 @@ def moved_bytes(size: ModelSize, choices: ExecutionChoices, length: int, moves: 
     """Bytes of a token that cross a GPU's memory, forward and backward: what products read and write, `moves`
     times what the layers keep, frozen or not, and what the head and adapters move.
     """
-    layers, hidden = layers_and_width(size)
-    widths = hidden + query_width(size) + key_width(size)
-    widths += (1.5 if size.gated else 1.0) * (hidden + intermediate_width(size))
+    layers, hidden = flops.layers_and_width(size)
+    widths = hidden + flops.query_width(size) + flops.key_width(size)
+    widths += (1.5 if size.gated else 1.0) * (hidden + flops.intermediate_width(size))
     operands = 3 * (2.0 if choices.half else 4.0) * 2 * widths  # a product forward, and two backward
     bare = dataclasses.replace(size, trainable=size.parameters, adapter_inputs=0, vocabulary=0)
     logit = calibration.LOGIT if size.head_bytes and choices.half else calibration.WHOLE_LOGIT
@@ -163,14 +157,14 @@ def moved_bytes(size: ModelSize, choices: ExecutionChoices, length: int, moves: 
 def _elementwise_seconds(case: PlanningCase, choices: ExecutionChoices) -> float:
     """Seconds of a token on a processor for all that is no matrix product, forward and backward."""
     size, length = case.model_size, round(case.facts.mean_length)
-    layers, hidden = layers_and_width(size)
+    layers, hidden = flops.layers_and_width(size)
     full = dataclasses.replace(choices, precision="fp32")
     moved = calibration.CPU_TRAFFIC * kept_bytes_per_token(size, full, length) / memory_bandwidth(case)
     if choices.half:
         moved *= calibration.HALF_CPU_TRAFFIC
-    elements = layers * intermediate_width(size) + calibration.SOFTMAX * size.vocabulary
+    elements = layers * flops.intermediate_width(size) + calibration.SOFTMAX * size.vocabulary
     if size.rounds:
-        elements += calibration.ROUNDING * layers * (4 * hidden + intermediate_width(size))
+        elements += calibration.ROUNDING * layers * (4 * hidden + flops.intermediate_width(size))
     if size.keyed_dropout:
         draw = calibration.KEYED_DRAW if size.keyed_scores else calibration.KEYED_MASK
         scores = size.heads * length if size.keyed_scores else 0
@@ -245,11 +239,8 @@ def gather_seconds(case: PlanningCase, choices: ExecutionChoices) -> float:
     if not traits.shards_weights:
         return 0.0
     width = 2.0 if choices.half and traits.gathers_half else 4.0
-    weights = width * size.parameters
-    gradients = 4.0 * size.trainable
-    layers, _ = layers_and_width(size)
-    seconds = 2 * all_gather_seconds(weights, ranks, case, layers)
-    seconds += all_gather_seconds(gradients, ranks, case, layers)
+    gradients, (layers, _) = 4.0 * size.trainable, flops.layers_and_width(size)
+    seconds = all_gather_seconds(2 * width * size.parameters + gradients, ranks, case, 3 * layers)
     if traits.offloads and case.device != "cpu":
         seconds += (2 * held_weight_bytes(size, choices) + gradients) / ranks / calibration.HOST_LINK
     return seconds

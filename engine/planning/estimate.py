@@ -195,11 +195,12 @@ def run_time(target: Target, plan: Plan, size: ModelSize) -> tuple[int, dict[str
     # Where a phase rounds, its first steps are computed twice before.
     first = FIRST_STEP + (2 * REHEARSED_STEPS if size.rounds else 0)
     start = START_SECONDS + (CHILDREN_SECONDS if plan.processes > 1 else 0.0)
-    constants = calibration.gpu_constants(target.hardware.gpu if target.hardware.gpus else None)
+    machine = target.hardware
+    known = calibration.gpu_constants(machine.gpu) if machine.gpus else calibration.PUBLISHED
     lengths = {math.ceil(n / plan.pad_multiple) for n in facts.lengths}
     return steps, {
         "start": start + size.weight_bytes / LOAD_BANDWIDTH + first * step,
-        "compile": compile_seconds(size, constants, lengths) if plan.compile != "off" else 0.0,
+        "compile": compile_seconds(size, known, lengths) if plan.compile != "off" else 0.0,
         "train": steps * step,
         "evaluate": evaluation_seconds(recipe, facts, schedules, size, plan),
         "save": (size.weight_bytes + 8.0 * size.trainable) / DISK_BANDWIDTH,

@@ -15,11 +15,7 @@ from isobatch.core.optimizers import OPTIMIZERS, OWN
 from isobatch.core.plan import PlanOptions, StrategyName, size_of
 from isobatch.core.strategies import STRATEGIES, traits_of
 from isobatch.engine.planning.cost_model import PlanningCase, largest_micro_batch, step_seconds
-from isobatch.engine.planning.memory_model import (
-    ExecutionChoices,
-    MemoryFootprint,
-    memory_footprint,
-)
+from isobatch.engine.planning.memory_model import ExecutionChoices, MemoryFootprint, memory_footprint
 
 CPU_TENSOR_BYTES = 24 * 2**20
 """Blocks of 32 MiB are mapped and page-faulted anew each time (glibc's DEFAULT_MMAP_THRESHOLD_MAX).

@@ -39,7 +39,6 @@ from isobatch.models.causal_lm import known_models
 
 if TYPE_CHECKING:
     from isobatch.core.recipe import Recipe
-    from isobatch.engine.machine.hardware import Hardware
     from isobatch.models.protocols import Batches
 
 
@@ -173,9 +172,7 @@ def plan_for_training(
         begun = run.plan.precision
         why = {**asked.measured_options, "precision": f"this run began in {begun}"}
         asked = dataclasses.replace(asked, precision=wishes.get(begun, begun), measured_options=why)
-    hardware = detect()
-    plan = plan_for_this_machine(recipe, facts, asked, world, hardware)
-    print_lines(*remarks_on_plan(asked, plan, hardware), quiet=quiet)
+    plan = plan_for_this_machine(recipe, facts, asked, world, quiet)
     if run is not None and has_begun and run.has_plan and (before := run.plan.processes) != plan.processes:
         print_lines(f"processes: {plan.processes} here, {before} before; the same batches", quiet=quiet)
     return plan
@@ -233,16 +230,16 @@ def create_run(request: Request, facts: Facts) -> RunFolder:
 
 
 def plan_for_this_machine(
-    recipe: Recipe,
-    facts: Facts,
-    options: PlanOptions,
-    world: int | None = None,
-    hardware: Hardware | None = None,
+    recipe: Recipe, facts: Facts, options: PlanOptions, world: int | None = None, quiet: bool = True
 ) -> Plan:
-    """The plan for this machine; `world`: number of processes, if given. Raises UserError."""
+    """The plan for this machine, with its remarks unless `quiet`; `world`: number of processes, if given.
+
+    Raises UserError.
+    """
     doing("planning")
-    here = hardware or detect()
+    here = detect()
     plan = Target("here", workload_of(recipe), recipe, facts, here, options, world).plan()
+    print_lines(*remarks_on_plan(options, plan, here), quiet=quiet)
     need(traits_of(plan.strategy).library.lower(), f"--strategy {plan.strategy}")
     need(OPTIMIZERS[recipe.optimizer].library, f"--optimizer {recipe.optimizer}")
     return plan

@@ -339,7 +339,7 @@ BAD_GPUS: dict[str, tuple[dict[str, object], str]] = {
     ),
     "no bf16": (
         {**NEWER, "devices": [["Tesla T4", 15360 * MIB, 7, 5, ""]] * 2},
-        "Tesla T4 has no bf16 (compute capability 7.5): it computes in fp16 with a loss scale",
+        "Tesla T4 has no bf16 (compute capability 7.5): it takes fp16 with a loss scale",
     ),
     "unequal": (
         {**NEWER, "devices": [A100, L4]},
