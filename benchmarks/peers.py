@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +24,13 @@ class StepClock:
         self.start()
 
     def start(self) -> None:
-        self.ends, self.processor = [time.perf_counter()], [time.process_time()]
+        self.ends, self.processor, self.watts = [time.perf_counter()], [time.process_time()], list[float]()
 
     def step_ended(self) -> None:
         if ON_GPU and len(self.ends) in self.waits:
             torch.cuda.synchronize()
+        with contextlib.suppress(Exception):  # no GPU, or one whose driver does not say
+            self.watts.append(torch.cuda.power_draw() / 1e3)
         self.ends.append(time.perf_counter())
         self.processor.append(time.process_time())
 

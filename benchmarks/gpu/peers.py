@@ -142,4 +142,5 @@ def figures(clock: StepClock, size: Size, micro: int, losses: list[float]) -> Ro
         "MFU": round(speed * flops_per_token(shape, size.length) / peak, 3) if peak else "-",
         "reserved GB": round(torch.cuda.max_memory_reserved() / 1e9, 2) if ON_GPU else "-",
         "loss": round(losses[-1], 3),
+        **runs.energy(speed, clock.watts[runs.WARM :]),
     }

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from isobatch.benchmarks.gpu.runner import FOLDER, RUNS
@@ -14,7 +15,7 @@ from isobatch.engine.machine.gpu_table import find_gpu_model
 from isobatch.engine.runs.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from isobatch.benchmarks.report import Row
 
@@ -91,13 +92,20 @@ def furthest(run: RunFolder, other: RunFolder, limit: float) -> float:
 
 
 def speed(run: RunFolder) -> Row:
-    """tokens/s and MFU after the first steps."""
+    """tokens/s, MFU and energy after the first steps."""
     counted = step_rows(run)
     counted = counted[WARM:] or counted[-1:]
     seconds = sum(row["step_seconds"] for row in counted)
     tokens = sum(row["tokens_per_second"] * row["step_seconds"] for row in counted)
     used = [row["mfu"] * row["step_seconds"] for row in counted if "mfu" in row]
-    return {"tokens/s": round(tokens / seconds), "MFU": round(sum(used) / seconds, 3) if used else "-"}
+    watts = [row["power_watts"] for row in counted if "power_watts" in row]
+    found = {"tokens/s": round(tokens / seconds), "MFU": round(sum(used) / seconds, 3) if used else "-"}
+    return {**found, **energy(tokens / seconds, watts)}
+
+
+def energy(speed: float, watts: Sequence[float]) -> Row:
+    """The GPU's mean power and the tokens of a joule; nothing where its driver does not say."""
+    return {"W": round(fmean(watts)), "tokens/J": round(speed / fmean(watts), 1)} if watts else {}
 
 
 def memory(run: RunFolder) -> Row:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
 
 from isobatch.benchmarks import child_process
-from isobatch.benchmarks.gpu import command, runner
+from isobatch.benchmarks.gpu import command, runner, runs
 from isobatch.benchmarks.gpu.calibration import CEILINGS, calibration
 from isobatch.benchmarks.gpu.profiler import STEP, trace_figures
 from isobatch.benchmarks.gpu.runner import GPU, Part, Results, Trial, run_part
@@ -188,6 +190,19 @@ def test_constants_come_from_the_rows_that_were_measured() -> None:
         assert value == pytest.approx(getattr(given, name), rel=0.02), name
     assert {"matmul_share", "traffic", "compiled_traffic", "compiled_launch"} <= set(found)
     assert calibration([], peak, bandwidth) == {}
+
+
+def test_energy_is_what_the_counted_steps_took(tmp_path: Path) -> None:
+    """Two steps after the first ten, of 100 and 300 W: 400 tokens in 2 s are 200 a second and one a joule."""
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(
+            json.dumps({"step_seconds": 1.0, "tokens_per_second": 200.0, "power_watts": watts}) + "\n"
+            for watts in [5000.0] * runs.WARM + [100.0, 300.0]
+        )
+    )
+    run: Any = SimpleNamespace(metrics=tmp_path / "metrics.jsonl")
+    assert runs.speed(run) == {"tokens/s": 200, "MFU": "-", "W": 200, "tokens/J": 1.0}
+    assert runs.energy(200.0, []) == {}
 
 
 def test_the_lock_names_every_wheel_that_a_borrowed_machine_gets() -> None:
