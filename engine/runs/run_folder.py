@@ -30,6 +30,9 @@ from isobatch.engine.runs.run_options import RunOptions
 NONCE = "ISOBATCH_NONCE"
 """Environment variable that ties exit.json to the launch that waits for it."""
 
+SWEEP = "sweep.json"
+"""What a sweep came to, in its folder beside its runs."""
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -55,7 +58,12 @@ def no_run(path: Path) -> str:
         return f"{path} is not a run but inside one: give {os.path.relpath(run)}"
     if within := [str(run.folder) for run in list_runs(path)]:
         return f"{path} is not a run but a folder of runs: give one, as {' or '.join(within[-3:])}"
+    if (path / SWEEP).is_file():
+        found = atomic_files.read_json(path / SWEEP)
+        run = path.parent / Path((found["best"] or found["rows"][0])["runs"][0]).name
+        return f"{path} is a sweep: give one of its runs, as {run} (`report {path}` shows them all)"
     beside = {run.folder.name: run.folder for at in (path.parent, Path("runs")) for run in list_runs(at)}
+    beside |= {one.parent.name: one.parent for one in Path("runs").glob(f"*/{SWEEP}")}
     meant = beside.get(nearest(path.name, beside))
     hint = f"did you mean {meant}?" if meant else "`runs` lists the runs here"
     return f"{path} is not a run: it has no recipe.json ({hint})"

@@ -20,7 +20,7 @@ from isobatch.engine.optimization.schedule import schedules_of
 from isobatch.engine.planning.cost_model import steps_per_epoch
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.log_reader import newest_rows
-from isobatch.engine.runs.run_folder import RunFolder, list_runs
+from isobatch.engine.runs.run_folder import SWEEP, RunFolder, list_runs
 from isobatch.launch.clusters.cluster import JobState, job_states
 from isobatch.launch.commands.describe import ListingOptions
 from isobatch.launch.local.arguments import read_command
@@ -184,7 +184,7 @@ FIGURES = ("steps", "train_seconds", "peak_memory_bytes")
 def compare(words: Sequence[str]) -> int:
     """Usage: runs compare RUN RUN... [--json]: what differs between runs, and their metrics side by side."""
     positional, options = read_command(words, ListingOptions, "runs compare")
-    runs = [RunFolder.open(place) for place in positional if not Path(place, "sweep.json").is_file()]
+    runs = [RunFolder.open(place) for place in positional if not Path(place, SWEEP).is_file()]
     if len(runs) < 2:
         raise UserError("runs compare: give two runs or more, as in: runs compare runs/a runs/b")
     found = compared(runs)

@@ -8,17 +8,18 @@ import io
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from isobatch.core import atomic_files
-from isobatch.core.errors import UserError
+from isobatch.core.errors import DONE, UserError
 from isobatch.core.extras import need
 from isobatch.core.measures import printable
 from isobatch.core.package import call_in_child
 from isobatch.core.terminal import doing, on_screen, print_answer, rendered, table
-from isobatch.engine.machine.detect import detect
-from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.engine.machine.detect import cpu_model, detect
+from isobatch.engine.runs.run_folder import SWEEP, RunFolder
 from isobatch.launch.local.arguments import read_command
 from isobatch.launch.local.run_setup import AnswerOptions, held_out, open_run
 from isobatch.launch.report import records, sweeps
@@ -34,36 +35,44 @@ class ReportOptions(AnswerOptions):
     to: str | None = None
     """Folder for report.md, report.json and report.html; by default report/ in the last run's folder."""
     png: bool = False
-    """Only draw the figures of each run into its plots/, or into --to FOLDER; also while it trains."""
+    """Only draw the figures of each run into its plots/, or into --to FOLDER; also while it trains. Of a
+    sweep its own picture."""
+    metric: str | None = None
+    """Of a sweep: the metric of table and picture, such as perplexity or accuracy. What is best stays."""
 
 
 def report(words: Sequence[str]) -> int:
-    """Usage: report RUN|SWEEP... [--to FOLDER] [--json] [--png]
+    """Usage: report RUN|SWEEP... [--to FOLDER] [--metric NAME] [--json] [--png]
 
     Markdown, JSON and one HTML page that opens offline.
     The first run is the baseline of the others.
     Of a run that is not done the page shows what there is.
-    Of runs/sweep-NAME it shows the table and the runs of the best setting.
+    Of runs/sweep-NAME it shows the table, by any --metric, and the runs of the best setting.
     """
     positional, options = read_command(words, ReportOptions, "report")
     if not positional:
         raise UserError("report: give the folders of one or more runs, the baseline first")
     folders = [Path(place).expanduser() for place in positional]
-    files = {one: one / sweeps.FILE_NAME for one in folders}
-    found = {one: atomic_files.read_json(file) for one, file in files.items() if file.is_file()}
-    named = ([one] if one not in found else sweeps.places_of(found[one]["best"], one) for one in folders)
-    places = itertools.chain.from_iterable(named)
-    runs = [open_run(place, True) if options.trust else RunFolder.open(place) for place in places]
+    found = {one: sweeps.read(one, options.metric) for one in folders if (one / SWEEP).is_file()}
+    if options.metric and not found:
+        raise UserError(f"--metric {options.metric}: is for a sweep, as in: report runs/sweep-NAME")
+    opened = partial(open_run, trust=True) if options.trust else RunFolder.open
+    to = Path(options.to).expanduser() if options.to else None
     if options.png:
-        for run in runs:
-            to = Path(options.to).expanduser() if options.to else run.folder / "plots"
-            for file in records.write_plots(run, to / run.folder.name if options.to and runs[1:] else to):
-                print(printable(file))
-        return 0
+        for one in folders:
+            into, swept = to / one.name if to and folders[1:] else to, found.get(one)
+            into = into or (one if swept else one / "plots")
+            drawn = sweeps.draw(swept, one, into) if swept else records.write_plots(opened(one), into)
+            print(*map(printable, drawn), sep="\n")
+        return DONE
     need("matplotlib", "report")  # said before minutes of measuring
-    folder = Path(options.to).expanduser() if options.to else folders[-1] / "report"
+    folder = to or folders[-1] / "report"
+    named = ([one] if one not in found else sweeps.places_of(found[one]["best"], one) for one in folders)
+    runs = [opened(place) for place in itertools.chain.from_iterable(named)]
     above = [part for one in found for part in _parts_of_sweep(one, found[one])]
     contents = write_report(runs, folder, above)
+    for one in found:
+        sweeps.write_tables(found[one], folder / one.name)
     return print_answer(contents.to_dict(), text_of(contents, folder), options.json)
 
 
@@ -125,7 +134,8 @@ def collect(runs: Sequence[RunFolder], above: Sequence[PagePart]) -> Contents:
         models = comparison.compare(comparison.measure_in_turn(models, call_in_child))
     doing("reading the runs")
     read = [records.read_records(run, task) for run, task in zip(runs, tasks, strict=True)]
-    return Contents(detect().describe(), read, models, records.drawings_of(read, reports), above)
+    machine = f"{cpu_model()}, {detect().describe()}"
+    return Contents(machine, read, models, records.drawings_of(read, reports), above)
 
 
 def _measure(run: RunFolder, report: comparison.ClassifierReport) -> list[ReportRow]:

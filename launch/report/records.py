@@ -224,16 +224,18 @@ def write_plots(run: RunFolder, folder: Path) -> list[Path]:
     record = read_records(run, task)
     if not record["training"].get("loss"):
         raise UserError(f"report --png: {run.folder} has trained no step yet")
-    files = []
-    for drawing in drawings_of([record], [report_of(task)]):
-        file = folder / f"{drawing.title.lower().replace(' ', '-')}.png"
-        with atomic_files.explain_write_errors(file):
-            folder.mkdir(parents=True, exist_ok=True)
-            temporary = file.with_name(f".{file.name}")
-            draw_figure(drawing).savefig(temporary, format="png", dpi=DOTS_PER_INCH)
-            temporary.replace(file)
-        files.append(file)
-    return files
+    drawings = drawings_of([record], [report_of(task)])
+    return [save(one, folder / f"{one.title.lower().replace(' ', '-')}.png") for one in drawings]
+
+
+def save(drawing: Drawing, file: Path) -> Path:
+    """Draw into a file, which is PNG or SVG by its name; returns it."""
+    with atomic_files.explain_write_errors(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = file.with_name(f".{file.name}")
+        draw_figure(drawing).savefig(temporary, dpi=DOTS_PER_INCH)
+        temporary.replace(file)
+    return file
 
 
 def drawings_of(records: Sequence[dict[str, Any]], reports: Sequence[TaskReport | None]) -> list[Drawing]:

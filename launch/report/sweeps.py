@@ -11,18 +11,27 @@ from typing import Any
 import numpy as np
 
 from isobatch.core import atomic_files
+from isobatch.core.errors import UserError
 from isobatch.core.terminal import rendered
-from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.engine.runs.run_folder import SWEEP, RunFolder
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
-from isobatch.launch.report.records import placed_rows
-from isobatch.launch.report.tables import format_value, in_markdown
+from isobatch.launch.report.records import placed_rows, save
+from isobatch.launch.report.tables import format_value, in_markdown, with_error
 from isobatch.models.protocols import Drawing
 
-FILE_NAME = "sweep.json"
 TEST, VALID = HELD_OUT_SPLITS
 LOOKS = (("0.7", "x", "stopped or failed"), ("C0", "o", "whole run"), ("C3", "o", "best"))
 """Colour, marker and name of settings in a picture; up to MOST_NAMED have a colour and a name each."""
 MOST_NAMED = 10
+
+
+def read(folder: Path, metric: str | None = None) -> dict[str, Any]:
+    """What a sweep came to, shown by another metric than chose the best if one is named. Raises UserError."""
+    found: dict[str, Any] = atomic_files.read_json(folder / SWEEP)
+    known = dict.fromkeys(name for row in found["rows"] for name in row["metrics"])
+    if metric and metric not in known:
+        raise UserError(f"--metric {metric}: {folder} has {', '.join(known)}")
+    return {**found, "metric": metric or found["metric"], "by": found["metric"]}
 
 
 def searched(found: Mapping[str, Any]) -> list[str]:
@@ -33,7 +42,7 @@ def searched(found: Mapping[str, Any]) -> list[str]:
 
 def places_of(row: Mapping[str, Any] | None, folder: Path) -> list[Path]:
     """The runs of a setting, if there is one: they lie beside the sweep's folder, wherever that is now."""
-    return [folder.parent / Path(place).name for place in (row or {"runs": ()})["runs"]]
+    return [folder.parent / Path(place).name for place in (row["runs"] if row else ())]
 
 
 def curve(run: RunFolder | None, name: str = "step") -> list[tuple[int, float]]:
@@ -52,31 +61,41 @@ def cells_of(found: Mapping[str, Any]) -> list[list[str]]:
     lines = [["best", *names, *figures, "run"]]
     for row in rows:
         is_best = rows[1:] and found["best"] and row["values"] == found["best"]["values"]
-        values = [row["values"][name] for name in names]
-        values += [row[part].get(metric, "") for part in ("metrics", "deviations")]
-        values += [len(row["runs"]) - row["failed"], row["failed"] or "", row.get("stopped", "")]
-        lines.append(["*" if is_best else "", *map(format_value, values), Path(row["runs"][0]).name])
+        counts = (len(row["runs"]) - row["failed"], row["failed"] or "", row.get("stopped", ""))
+        values = [format_value(row["values"][name]) for name in names]
+        values += [*figures_of(row, metric), *map(str, counts), Path(row["runs"][0]).name]
+        lines.append(["*" if is_best else "", *values])
     columns = [column for column in zip(*lines, strict=True) if any(column[1:])]
     return list(map(list, zip(*columns, strict=True)))
 
 
+def figures_of(row: Mapping[str, Any], metric: str) -> list[str]:
+    """Mean and deviation of a row, or of the best's test split, as text; empty where it has none."""
+    return with_error(*(row[part].get(metric, "") for part in ("metrics", "deviations")))
+
+
 def legend(found: Mapping[str, Any]) -> list[str]:
     """What the table's figures are, that of the best on the test split, and where to search on."""
-    test = (found["best"] or {}).get(TEST, {})
-    figures = [format_value(part[found["metric"]]) for part in test.values() if found["metric"] in part]
+    test = (found["best"] or {}).get(TEST)
+    figures = [one for one in figures_of(test, found["metric"]) if one] if test else []
     template = Path(__file__).with_name("sweep.txt.jinja")
     return rendered(template, found=found, figures=figures, test=TEST, valid=VALID).splitlines()
 
 
-def write_tables(found: Mapping[str, Any], folder: Path) -> None:
-    """Write the table as sweep.csv, and without the names of runs as sweep.md and sweep.tex."""
+def write_tables(found: Mapping[str, Any], file: Path) -> None:
+    """Write the table as FILE.csv, and without the names of runs as FILE.md and FILE.tex."""
     cells, notes = cells_of(found), legend(found)
-    with (folder / "sweep.csv").open("w", newline="", encoding="utf-8") as stream:
+    with file.with_name(f"{file.name}.csv").open("w", newline="", encoding="utf-8") as stream:
         csv.writer(stream, lineterminator="\n").writerows(cells)
     for ending in ("md", "tex"):
         template = Path(__file__).with_name(f"sweep.{ending}.jinja")
         text = rendered(template, cells=[line[:-1] for line in cells], notes=notes, md=in_markdown)
-        atomic_files.write_text(folder / f"sweep.{ending}", f"{text}\n")
+        atomic_files.write_text(file.with_name(f"{file.name}.{ending}"), f"{text}\n")
+
+
+def draw(found: Mapping[str, Any], folder: Path, to: Path) -> list[Path]:
+    """Draw the sweep that lies in `folder` as sweep.png and sweep.svg into another; returns both."""
+    return [save(drawing(found, folder), to / f"sweep.{ending}") for ending in ("png", "svg")]
 
 
 def drawing(found: Mapping[str, Any], folder: Path) -> Drawing:
@@ -87,7 +106,7 @@ def drawing(found: Mapping[str, Any], folder: Path) -> Drawing:
     flags = [n for n in searched(found) if all(type(row["values"][n]) in (int, float) for row in rows)]
 
     def draw(over_steps: Any, *over_flags: Any) -> None:
-        from matplotlib.ticker import LogLocator
+        from matplotlib.ticker import LogLocator, MaxNLocator
 
         for number, row in enumerate(rows):
             mean, deviation = row["metrics"].get(metric), row["deviations"].get(metric)
@@ -110,6 +129,7 @@ def drawing(found: Mapping[str, Any], folder: Path) -> Drawing:
         for name, ax in zip(["step", *flags], [over_steps, *over_flags], strict=True):
             ax.set(xlabel=name, ylabel=f"{VALID} {metric}")
             for axis in (ax.yaxis, ax.xaxis)[: 1 + (name != "step")]:
+                axis.set_major_locator(MaxNLocator(5))
                 low, high = axis.get_data_interval()
                 if 0 < low <= high / 10:
                     ax.set(**{f"{axis.axis_name}scale": "log"})

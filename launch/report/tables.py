@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -67,6 +68,14 @@ def format_value(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(format_value, value))
     return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def with_error(mean: Any, deviation: Any) -> list[str]:
+    """A mean and its deviation as text, to two significant digits of that; six digits where there is none."""
+    if not (isinstance(deviation, float) and 0 < deviation < math.inf):
+        return [format_value(mean), format_value(deviation)]
+    places = max(0, 1 - int(f"{deviation:.1e}".partition("e")[2]))
+    return [f"{mean:.{places}f}", f"{deviation:.{places}f}"]
 
 
 def table_beside(metrics: Mapping[str, Any], task: str) -> tuple[list[list[str]], dict[str, Any]]:

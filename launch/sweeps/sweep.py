@@ -26,12 +26,11 @@ from isobatch.core.extras import has
 from isobatch.core.flags import Flag, convert, flags_of, spelling, to_json_value
 from isobatch.core.recipe import Recipe
 from isobatch.core.terminal import print_answer, print_lines, table
-from isobatch.engine.runs.run_folder import RunFolder, run_name
+from isobatch.engine.runs.run_folder import SWEEP, RunFolder, run_name
 from isobatch.launch.local.arguments import Point, Request, labelled
 from isobatch.launch.local.launch_run import AutoOptions, find_or_train
 from isobatch.launch.local.run_setup import known_run
 from isobatch.launch.report import sweeps
-from isobatch.launch.report.records import DOTS_PER_INCH, draw_figure
 from isobatch.launch.report.sweeps import TEST, VALID
 from isobatch.models.capabilities import monitor_of
 
@@ -106,7 +105,7 @@ def train_sweep(points: Sequence[Point], options: AutoOptions) -> int:
             rungs.append({"share": share, "scores": scores})
         found = _store(runs, rungs, folder)
     said = [table(sweeps.cells_of(found)), "", *sweeps.legend(found)]
-    where = f"all figures: {folder / sweeps.FILE_NAME}; tables: sweep.csv, sweep.md and sweep.tex there"
+    where = f"all figures: {folder / SWEEP}; tables: sweep.csv, sweep.md and sweep.tex there"
     print_answer(found, "\n".join([*said, where]), options.json)
     return max(one.code for one in runs)
 
@@ -157,12 +156,10 @@ def _store(runs: Sequence[Trained], rungs: Sequence[dict[str, Any]], folder: Pat
         found |= {"rungs": rungs, "steps": sum(steps for steps, _ in whole), "steps_saved": saved}
     workload = runs[0].request.workload
     found["edges"] = list(edges(found, flags_of(Recipe) | workload.option_flags()))
-    atomic_files.write_json(folder / sweeps.FILE_NAME, found)
-    sweeps.write_tables(found, folder)
+    atomic_files.write_json(folder / SWEEP, found)
+    sweeps.write_tables(found, folder / "sweep")
     if has("matplotlib"):
-        figure = draw_figure(sweeps.drawing(found, folder))
-        for ending in ("png", "svg"):
-            figure.savefig(folder / f"sweep.{ending}", dpi=DOTS_PER_INCH)
+        sweeps.draw(found, folder, folder)
     else:
         print_lines("no sweep.png, which needs matplotlib: pip install 'isobatch[plots]'")
     return found

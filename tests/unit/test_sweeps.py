@@ -20,7 +20,8 @@ from isobatch.launch.local.arguments import parse_sweep
 from isobatch.launch.local.launch_run import AutoOptions
 from isobatch.launch.local.words import combinations, drawn, label, values_of
 from isobatch.launch.report.records import draw_figure
-from isobatch.launch.report.sweeps import cells_of, drawing, legend, write_tables
+from isobatch.launch.report.sweeps import cells_of, drawing, legend, read, write_tables
+from isobatch.launch.report.tables import with_error
 from isobatch.launch.sweeps.sweep import Trained, edges, judge, summary
 
 RECIPE = flags_of(Recipe)
@@ -133,13 +134,60 @@ def test_recommenders_are_compared_by_the_figure_that_ranks_all_items() -> None:
 def test_seeds_are_a_mean() -> None:
     one = summary([trained(loss=0.5, seed=0), trained(loss=0.3, seed=1)], "loss", "min")
     assert one["rows"][0]["metrics"]["loss"] == pytest.approx(0.4)
-    assert legend(one)[0] == "test: 0.6 +- 0.141421"
+    assert legend(one)[0] == "test: 0.60 +- 0.14"
     both = summary([trained(loss=0.5, lr=1, seed=0), trained(loss=0.3, lr=1, seed=1)], "loss", "min")
     (row,) = both["rows"]
     assert row["metrics"]["loss"] == pytest.approx(0.4)
     assert row["deviations"]["loss"] == pytest.approx(0.1 * 2**0.5)
-    assert cells_of(both)[1] == ["0.4", "0.141421", "2", "1-0"], "one setting is the best of nothing"
+    assert cells_of(both)[1] == ["0.40", "0.14", "2", "1-0"], "one setting is the best of nothing"
     assert legend(both)[-1] == "deviation: the standard deviation of n seeds around their mean"
+
+
+@pytest.mark.parametrize(
+    ("mean", "deviation", "text"),
+    [
+        (2.12099, 0.0178826, ["2.121", "0.018"]),
+        (0.9, 0.0996, ["0.90", "0.10"]),
+        (38.5629, 1.0663, ["38.6", "1.1"]),
+        (1234.5, 123.4, ["1234", "123"]),
+        (0.4, 0.0, ["0.4", "0"]),
+        (0.123456789, "", ["0.123457", ""]),
+        (math.nan, math.nan, ["nan", "nan"]),
+    ],
+)
+def test_digits_follow_the_deviation(mean: float, deviation: Any, text: list[str]) -> None:
+    assert with_error(mean, deviation) == text
+
+
+def test_a_sweep_is_shown_by_another_metric_than_chose_the_best(tmp_path: Path) -> None:
+    found = summary([trained(loss=loss, lr=lr) for lr, loss in ((1, 0.5), (2, 0.25))], "loss", "min")
+    (tmp_path / "sweep.json").write_text(json.dumps(found))
+    shown = read(tmp_path, "accuracy")
+    assert cells_of(shown)[0] == ["best", "lr", "valid accuracy", "n", "run"]
+    assert cells_of(shown)[2] == ["*", "2", "0.75", "1", "2"]
+    assert legend(shown) == ["best: by valid loss (lower is better)"]
+    assert cells_of(read(tmp_path)) == cells_of(found)
+    with pytest.raises(UserError, match=r"--metric f1: .* has accuracy, loss$"):
+        read(tmp_path, "f1")
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("runs/sweep-s", r"is a sweep: give one of its runs, as runs/s-lr2 \(`report runs/sweep-s`"),
+        ("sweep-s", r"did you mean runs/sweep-s\?"),
+        ("runs/sweep-t", r"did you mean runs/sweep-s\?"),
+    ],
+)
+def test_where_a_run_is_wanted_a_sweep_is_answered_with_its_best(
+    place: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    row = {"values": {"lr": 2}, "runs": ["elsewhere/s-lr2"]}
+    Path("runs/sweep-s").mkdir(parents=True)
+    Path("runs/sweep-s/sweep.json").write_text(json.dumps({"rows": [row], "best": row}))
+    with pytest.raises(UserError, match=said):
+        RunFolder.open(place)
 
 
 def test_the_tables_are_the_printed_one_for_a_program_and_for_a_text(tmp_path: Path) -> None:
@@ -149,18 +197,18 @@ def test_the_tables_are_the_printed_one_for_a_program_and_for_a_text(tmp_path: P
     runs[1].metrics["valid"] = {"a_b%": 0.5}
     found = summary(runs, "a_b%", "min") | {"rungs": [], "steps": 9, "steps_saved": 5}
     assert found["best"]["values"] == {"lr": 1}, "what was stopped is never the best"
-    write_tables(found, tmp_path)
+    write_tables(found, tmp_path / "sweep")
     with (tmp_path / "sweep.csv").open() as stream:
         rows = list(csv.DictReader(stream))
     assert [list(row.values()) for row in rows] == [
-        ["*", "1", "0.4", "0.141421", "2", "", "1-0"],
+        ["*", "1", "0.40", "0.14", "2", "", "1-0"],
         ["", "2", "", "", "2", "", "2-0"],
         ["", "3", "2", "", "1", "4", "3"],
     ]
     marked = (tmp_path / "sweep.md").read_text().splitlines()
     assert marked[0] == "| best | lr | valid a_b% | deviation | n | stopped at step |"
     assert marked[1] == "|---|---|---|---|---|---|"
-    assert marked[2] == r"| \* | 1 | 0.4 | 0.141421 | 2 |  |"
+    assert marked[2] == r"| \* | 1 | 0.40 | 0.14 | 2 |  |"
     tex = (tmp_path / "sweep.tex").read_text().splitlines()
     begin = tex.index(r"\begin{tabular}{llllll}")
     assert tex[begin + 1] == r"\toprule"
