@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +90,46 @@ def test_an_own_tasks_files_go_along(tmp_path: Path, capsys: pytest.CaptureFixtu
     (volume,) = [v for v in found["Job"]["spec"]["template"]["spec"]["volumes"] if "configMap" in v]
     assert {"key": "parts..more.py", "path": "parts/more.py"} in volume["configMap"]["items"]
     assert yaml.safe_load(found["ConfigMap"]["data"]["recipe.yaml"])["task"] == "/isobatch-job/mine.py:Mine"
+
+
+@pytest.mark.parametrize(
+    "text", ["a = 1\n\n", "  # ä 😀: kept \n \n\tb\n", "no = 'end'\nof a line", "a\n\x0c\u2028b\n", "one"]
+)
+def test_every_text_comes_out_of_the_manifest_as_it_went_in(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = shutil.copytree(ROOT / "examples" / "own_task", tmp_path / "own")
+    (own / "more.py").write_text(text)
+    (own / "mine.py").write_text((own / "mine.py").read_text() + "\nif 0:\n    import more\n")
+    assert submit(["--task", f"{own}/mine.py:Mine", *LEAST, "--cpu", "--name", "mine"]) == 0
+    written = capsys.readouterr().out
+    assert next(yaml.safe_load_all(written))["data"]["more.py"] == text
+    assert '"recipe.yaml": |2+\n    task: ' in written, "people read it"
+    assert ("|2" in written.partition('"more.py": ')[2][:3]) == ("\n" in text and "\x0c" not in text)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--data", "/home/me/texts"], "--data /home/me/texts: pods see .* and give /isobatch/texts"),
+        (["--data", "texts"], "--data texts: pods see /isobatch and their image alone: copy it into --claim"),
+        (["--data", "/isobatch/texts", "--model", "~/gpt2"], "--model ~/gpt2: pods see"),
+        (["--data", "/isobatch/texts"], None),
+        (["--data", "roneneldan/TinyStories"], None),
+    ],
+)
+def test_a_path_that_no_pod_sees_is_named(
+    words: list[str],
+    said: str | None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts").mkdir()
+    assert submit(["--task", "causal-lm", *words, *LEAST, "--cpu"]) == 0
+    found = capsys.readouterr().err
+    assert re.search(said, found) if said else "pods see" not in found
 
 
 @pytest.mark.parametrize("words", [[], ["--user", "4242"]])

@@ -25,10 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-import yaml
-
 from isobatch.core.errors import BUG, DONE, FAILED, STOPPED, WRONG_INPUT, OutOfMemoryError, UserError
+from isobatch.core.flags import spelling
 from isobatch.core.number_ranges import Count, Positive
+from isobatch.core.terminal import print_lines
+from isobatch.engine import consent
 from isobatch.engine.distributed.stop_signals import StopFlag
 from isobatch.engine.runs.run_folder import RunFolder, Verdict, run_name
 from isobatch.engine.task_files import imported_files, is_task_file, task_file
@@ -109,33 +110,25 @@ def render(request: Request, options: KubernetesOptions) -> str:
     processes = processes_each(request, "--nodes", options.nodes, options.gpus_per_node)
     world = [f"--nnodes={options.nodes}", f"--nproc-per-node={processes}"]
     world += [f"--master-addr={name}-0.{name}", f"--master-port={PORT}"]
-    files = _files(request)
-    metadata = {"name": name, "labels": {"app.kubernetes.io/name": "isobatch", "isobatch/run": name}}
-    data = {_key(place): text for place, text in files.items()}
-    config = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
-    environment = Environment(finalize=json.dumps, undefined=StrictUndefined)  # each value as JSON is YAML
-    rest = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
-        metadata=metadata,
+    environment = Environment(finalize=_yaml, undefined=StrictUndefined, keep_trailing_newline=True)
+    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        metadata={"name": name, "labels": {"app.kubernetes.io/name": "isobatch", "isobatch/run": name}},
         options=options,
         command=["python3", "-m", "isobatch", "pod", f"{VOLUME}/runs/{name}", f"{FILES}/{RECIPE}", *world],
-        items=[{"key": _key(place), "path": place} for place in files],
+        contents=_files(request),
         restarts=request.run.max_restarts,
         for_good=[WRONG_INPUT, FAILED],
         stopped=[STOPPED],
         **{"port": PORT, "stop_seconds": STOP_SECONDS, "volume": VOLUME, "files": FILES},
     )
-    return f"{yaml.dump(config, Dumper=_Dumper, sort_keys=False, width=1000)}---\n{rest}\n"
 
 
-class _Dumper(yaml.SafeDumper):
-    """Writes texts of several lines as they are."""
-
-
-def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
-
-
-_Dumper.add_representer(str, _text)
+def _yaml(value: object) -> str:
+    """A value in YAML: a text of printable lines as a block, as people read it, all others as JSON."""
+    if not isinstance(value, str) or "\n" not in value or not re.sub("[\n\t]", "", value).isprintable():
+        return json.dumps(value)
+    block = "|2+\n" if value.endswith("\n") else "|2-\n"
+    return (block + re.sub("(?m)^(?=.)", " " * 4, value)).removesuffix("\n")
 
 
 def _files(request: Request) -> dict[str, str]:
@@ -152,11 +145,6 @@ def _files(request: Request) -> dict[str, str]:
     lines = request_text(dataclasses.replace(request, plan=plan)).splitlines()
     flags = [line.rstrip() for line in lines if line and not line.startswith("#")]
     return {RECIPE: "\n".join([*flags, ""]), **files}
-
-
-def _key(place: str) -> str:
-    """Of a file in a ConfigMap, which has no folders."""
-    return place.replace("/", "..")
 
 
 LINGER_SECONDS = 10.0
@@ -199,6 +187,10 @@ def submit(words: Sequence[str]) -> int:
     request, options = parse(words, "k8s", KubernetesOptions)
     request = on_device(request, "k8s", "--gpus-per-node", options.gpus_per_node, options.cpu)
     text = render(request, options)
+    for name, value in consent.places(request.recipe):
+        if (value[0] in "/.~" or Path(value).exists()) and not value.startswith(f"{VOLUME}/"):
+            there = f"copy it into --claim {options.claim}, and give {VOLUME}/{Path(value).name}"
+            print_lines(f"{spelling(name)} {value}: pods see {VOLUME} and their image alone: {there}")
     print(_apply(text) if options.submit else text, end="")
     return DONE
 
