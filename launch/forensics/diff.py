@@ -243,8 +243,8 @@ def _replay_to(
 def lines_of(found: Answer) -> list[str]:
     """The runs, what their recipes, plans and versions differ in, what was found, and the verdict."""
     lines = [f"{name}: {place}" for name, place in zip(NAMES, found["runs"], strict=True)]
-    differs = [item for part in ("recipe", "plan", "versions") for item in found[part].items()]
-    rows = [[in_words(name), *map(_text, values)] for name, values in differs]
+    differs = {**found["recipe"], **found["plan"], **found["versions"]}  # both of these have the precision
+    rows = [[in_words(name), *map(_text, values)] for name, values in differs.items()]
     lines += ["", table([["what differs", *NAMES], *rows])] if rows else []
     why_not = found.get("step", {}).get("why_not")
     lines += ["", f"the step was not redone: {why_not}"] if why_not else []

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from isobatch.core.errors import UserError
 from isobatch.core.number_ranges import Positive
-from isobatch.core.terminal import doing, print_answer, table
+from isobatch.core.terminal import doing, print_answer, rendered, table
 from isobatch.engine.runs.log_reader import newest_rows
 from isobatch.engine.train.figures import is_step
 from isobatch.engine.verification.run_order import require_step
@@ -55,7 +55,7 @@ def replay(words: Sequence[str]) -> int:
 
     run, options = open_single_run(words, "replay", ReplayOptions)
     seen = observe_step(*open_replay(run, options))
-    return print_answer(as_json(seen), "\n".join(lines_of(seen)), options.json)
+    return print_answer(as_json(seen), text_of(seen), options.json)
 
 
 def open_replay(run: RunFolder, options: ReplayOptions) -> tuple[Replay, Window]:
@@ -75,41 +75,21 @@ def open_replay(run: RunFolder, options: ReplayOptions) -> tuple[Replay, Window]
     return replayed, window_to(run, replayed.builder.phases, phase, step)
 
 
-def lines_of(seen: ObservedStep) -> Iterator[str]:
+def text_of(seen: ObservedStep) -> str:
     """What a person reads of a step."""
-    logged: Sequence[float | None] = seen.logged.figures if seen.logged else (None, None)
-    yield f"step {seen.window.stop} of {seen.window.phase}, redone from {seen.window.checkpoint}"
-    loss, norm = map(_beside, logged, seen.figures)
-    yield f"loss {loss}, gradient norm {norm}, lr {seen.rate:.3g}"
-    bad = ((*key, norms) for key, (norms, _) in seen.outputs.items() if not np.isfinite(norms).all())
-    for module, direction, norms in [*bad][:1]:
-        samples = seen.samples[~np.isfinite(norms)].tolist() if len(norms) > 1 else []
-        which = f", in samples {', '.join(map(str, samples[:SHOWN]))}" if samples else ""
-        yield f"the first output with a NaN or an infinity: {module} ({direction}){which}"
+    infinite = ((key, ~np.isfinite(norms)) for key, (norms, _) in seen.outputs.items())
+    bad = [(*key, which) for key, which in infinite if which.any()]
     norms_of: dict[str, dict[str, str]] = defaultdict(dict)
     for (module, direction), (norms, _) in seen.outputs.items():
         norms_of[module][direction] = f"{np.linalg.norm(norms):.4g}"
     modules = [[name, of.get("forward", ""), of.get("backward", "")] for name, of in norms_of.items()]
-    yield from _table("norms in the order of the forward pass", "module, output, its gradient", modules)
     alone = [(sum(losses.values()), seen.samples[places].tolist()) for places, losses in seen.alone]
     alone.sort(key=lambda row: -np.nan_to_num(row[0], nan=np.inf))
     losses = [[f"{loss:.6g}", ", ".join(map(str, numbers))] for loss, numbers in alone]
-    yield from _table("losses of samples computed alone, as their share of the step", "loss, sample", losses)
     largest = sorted(seen.gradients.items(), key=lambda item: -item[1])
     gradients = [[f"{norm:.4g}", name] for name, norm in largest]
-    yield from _table("the largest gradients", "norm, parameter", gradients)
-
-
-def _table(title: str, head: str, rows: list[list[str]]) -> Iterator[str]:
-    more = f" (--json has all {len(rows):,})" if len(rows) > SHOWN else ""
-    yield f"\n{title}{more}:"
-    yield table([head.split(", "), *rows[:SHOWN]])
-
-
-def _beside(logged: float | None, found: float) -> str:
-    if logged is None or math.isnan(logged):
-        return f"{found:.6g} (not logged)"
-    return f"{found:.6g} (logged {logged:.6g}, differs by {abs(found - logged):.1g})"
+    template, found = Path(__file__).with_name("replay.jinja"), (modules, losses, gradients)
+    return rendered(template, seen=seen, bad=bad, found=found, table=table, most=SHOWN)
 
 
 def as_json(seen: ObservedStep) -> dict[str, Any]:

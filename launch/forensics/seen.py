@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from isobatch.core.errors import UserError
 from isobatch.core.number_ranges import Count, Positive
-from isobatch.core.terminal import doing, print_answer
+from isobatch.core.terminal import doing, print_answer, rendered
 from isobatch.engine.optimization.left_out import left_out_steps
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.verification.run_order import RunOrder, require_step
@@ -46,7 +47,8 @@ def seen(words: Sequence[str]) -> int:
     """
     run, options = open_single_run(words, "seen", SeenOptions)
     answer = answer_question(run, options)
-    return print_answer(answer, "\n".join(_lines(answer)), options.json)
+    text = rendered(Path(__file__).with_name("seen.jinja"), answer=answer, most=SHOWN)
+    return print_answer(answer, text, options.json)
 
 
 def answer_question(run: RunFolder, options: SeenOptions) -> dict[str, Any]:
@@ -89,22 +91,3 @@ def shortened(text: str) -> str:
     """The beginning of a text, in one line."""
     line = " ".join(text.split())
     return line if len(line) <= PREVIEW_CHARACTERS else f"{line[:PREVIEW_CHARACTERS]}…"
-
-
-def _lines(answer: Mapping[str, Any]) -> Iterator[str]:
-    """What a user reads."""
-    if step := answer.get("rows_of_step"):
-        yield f"{_place(step)} {'saw' if step['counted'] else 'would see'} {len(step['rows'])} rows:"
-        yield from (f"  {row['row']:,}  {row['text']}" for row in step["rows"])
-        return
-    row = answer["rows"][0]
-    times, places = len(row["seen"]), ", ".join(map(_place, row["seen"][:SHOWN]))
-    more = f" and {times - SHOWN:,} more (--json has all)" if times > SHOWN else ""
-    yield f"row {row['row']:,} was seen {times} time{'s' * (times != 1)}{': ' * bool(times)}{places}{more}"
-    prepared = f"{answer['training_rows']:,} rows of training data as prepared, the first is 0"
-    yield f"  of {prepared}: {row['text']}"
-
-
-def _place(place: Mapping[str, Any]) -> str:
-    phase = "" if place["phase"] == "train" else f" of {place['phase']}"
-    return f"step {place['step']:,}{phase} (epoch {place['epoch']})"
