@@ -159,14 +159,14 @@ def installed_versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in VERSIONED}
 
 
-def environment(machine: str) -> dict[str, Any]:
-    """What trains a run: versions, a clone's commit (`-dirty`: its files are others), and the machine."""
+def environment(machine: str, precision: str) -> dict[str, Any]:
+    """What trains a run: versions, a clone's commit (`-dirty`: its files are others), machine, precision."""
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     packages = {str(one.name): one.version for one in importlib.metadata.distributions()}
     return {
         **{name: packages.get(name) for name in ("isobatch", *VERSIONED)},
         "commit": (run_command(git) or "").strip() if (ROOT / ".git").exists() else "",
         "python": platform.python_version(),
-        "machine": machine,
+        **{"machine": machine, "precision": precision},
         "packages": dict(sorted(packages.items())),
     }

@@ -98,6 +98,12 @@ def detect(
     )
 
 
+def cpu_model(root: Path = Path("/")) -> str:
+    """The processor's name; its kind where Linux names none, as on most ARM machines."""
+    named = re.search(r"^model name\s*: *(.+)$", _read(root / "proc/cpuinfo"), re.MULTILINE)
+    return named[1] if named else platform.processor() or platform.machine()
+
+
 def world_nodes(env: Mapping[str, str]) -> int:
     """Number of nodes that torchrun, accelerate or srun started processes on; 1 where none did."""
     world, local = positive(env.get("WORLD_SIZE")), positive(env.get("LOCAL_WORLD_SIZE"))

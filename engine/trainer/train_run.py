@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import platform
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +35,7 @@ from isobatch.engine.hooks.machine import Machine, Memory
 from isobatch.engine.hooks.remarks import Remarks
 from isobatch.engine.hooks.spikes import Spikes
 from isobatch.engine.hooks.stop import Stop
+from isobatch.engine.machine.detect import allowed_cpus, cpu_model
 from isobatch.engine.optimization.left_out import left_out_steps
 from isobatch.engine.planning.estimate import evaluation_seconds
 from isobatch.engine.registry import TASKS
@@ -117,9 +118,11 @@ def train_run(run: RunOnRank) -> Training:
     """
     folder, world = run.folder, run.world
     if world.is_main:  # now: a child of a process that has grown may count as large as that
-        cpu = f"{platform.machine()} with {torch.backends.cpu.get_cpu_capability()}"
-        name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else cpu
-        atomic_files.write_json(folder.folder / "environment.json", environment(name))
+        gpu = f"{torch.cuda.get_device_name(world.device)}, " if world.device.type == "cuda" else ""
+        cpu = f"{cpu_model()} with {torch.backends.cpu.get_cpu_capability()}"
+        machine = f"{gpu}{cpu}, {allowed_cpus(Path('/'), os.environ)} cores"
+        made_by = environment(machine, folder.plan.precision)
+        atomic_files.write_json(folder.folder / "environment.json", made_by)
     # Of one rank: the file may be a shared one, which another node sees a moment later.
     left_out = world.broadcast_object(left_out_steps(folder) if world.is_main else {})
     record = folder.write_plan if world.is_main else lambda _: None

@@ -78,9 +78,10 @@ class Proof:
         return max((step["loss_difference"] for step in self.steps), default=0.0)
 
     def to_dict(self) -> dict[str, Any]:
-        named = ("level", "verified", "problems", "unproven", "trusted", "steps")
+        named = ("level", "verified", "problems", "unproven", "trusted")
         return {
             **{name: getattr(self, name) for name in named},
+            "steps": list({(step["phase"], step["step"]): step for step in self.steps}.values()),
             "coverage": self.coverage(),
             "steps_redone": len(self.redone),
             "steps_total": self.log.steps if self.log else 0,

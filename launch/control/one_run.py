@@ -21,6 +21,7 @@ from isobatch.engine import consent
 from isobatch.engine.runs.log_reader import newest_rows
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.summary import changed_fields
+from isobatch.engine.task_files import is_task_file, task_file
 from isobatch.launch.clusters.cluster import cluster
 from isobatch.launch.commands.describe import ListingOptions
 from isobatch.launch.control.runs import RunView, look, metrics_of
@@ -220,6 +221,7 @@ def describe_run(run: RunFolder) -> dict[str, Any]:
         "reads": {**dict(consent.places(recipe)), "prepared data": run.facts.folder}
         | ({"base of final/": base} if base else {}),
         "sends": options.sends(),
+        "missing": recipe.task if is_task_file(recipe.task) and not task_file(recipe.task).is_file() else "",
         "asks": [one for named in asked.values() for one in named],
     }
 

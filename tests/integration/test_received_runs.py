@@ -410,6 +410,10 @@ def test_inspect_says_what_a_run_is(home: Path, capfd: pytest.CaptureFixture[str
     assert [c["agreed"] for c in found["code"]] == [False]
     assert found["hash"] == found["recorded_hash"]
     assert not (home / "sent" / CANARY).exists()
+    (home / "sent" / "mine.py").unlink()
+    assert in_place(["inspect", str(run)]) == 0
+    gone = f"executes {home}/sent/mine.py:Mine, which is not here: what it does is not known"
+    assert [line for line in capfd.readouterr().out.splitlines() if "executes" in line] == [gone]
 
 
 def test_inspect_names_what_was_changed_and_added_since(
