@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from isobatch.benchmarks.gpu.calibration import WIDTHS
+
 RATE, ATTENTION_RATE, BANDWIDTH, LAUNCH, PEAK = 650e12, 350e12, 2.9e12, 4.5e-6, 989e12
 """Of an H100 SXM: products of these sizes, FlashAttention, device memory, the host's time for an operation,
 and the arithmetic that MFU is a share of."""
@@ -31,14 +33,7 @@ FREE = {
     *("empty", "empty_like", "new_empty", "empty_strided", "chunk", "_local_scalar_dense", "device"),
 }
 WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal", "_unique2", "item")
-LLAMAS = {"lora-1b": (2048, 16, 32, 8, 8192), "lora-8b": (4096, 32, 32, 8, 14336)}
-NAMES = (
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "intermediate_size",
-)
+LLAMAS = {"lora-1b": (2048, 16, 32, 8, 8192, 128256), "lora-8b": (4096, 32, 32, 8, 14336, 128256)}
 
 
 class Kernels(TorchDispatchMode):
@@ -163,9 +158,7 @@ def fake_model(what: str) -> Any:
     if what == "gpt2":
         config = AutoConfig.for_model("gpt2", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     else:
-        config = AutoConfig.for_model(
-            "llama", vocab_size=128256, **dict(zip(NAMES, LLAMAS[what], strict=True))
-        )
+        config = AutoConfig.for_model("llama", **dict(zip(WIDTHS, LLAMAS[what], strict=True)))
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(config)
     chunked_cross_entropy.make_head_bypassable(model)
