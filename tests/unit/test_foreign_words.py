@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from isobatch.core.errors import UserError
+from isobatch.launch.clusters.kubernetes.job import KubernetesOptions
+from isobatch.launch.clusters.ray.driver import RayOptions
+from isobatch.launch.clusters.slurm.options import SlurmOptions
 from isobatch.launch.local.arguments import Request, known_flags, parse_request
 from isobatch.launch.local.words import SYNONYMS, VALUES, WORDS, translate
 
@@ -125,6 +128,16 @@ def test_what_cannot_be_had_is_one_line_with_the_way_out(words: str, way_out: st
     message = refusal(*words.split())
     assert message.startswith(spelled(words))
     assert way_out in message
+
+
+@pytest.mark.parametrize("kind", [SlurmOptions, KubernetesOptions, RayOptions])
+def test_a_dry_run_of_a_cluster_submits_nothing(kind: type) -> None:
+    words = ["--task", "causal-lm", "--cpu", "--dry-run"]
+    request = parse_request(words, "submit", kind)
+    assert request.extra["submit"] is False
+    assert request.notes[0] == "--dry-run is --submit off: it is only printed"
+    with pytest.raises(UserError, match="--submit and --dry-run say the same thing"):
+        parse_request([*words, "--submit"], "submit", kind)
 
 
 def test_switches_of_other_tools() -> None:

@@ -69,6 +69,7 @@ class RayOptions:
 HEAD = """# isobatch ray --config FILE --submit trains this on a Ray cluster until it is done.
 # Every node has isobatch[ray] and sees FOLDER, in which the run and its data lie. From elsewhere:
 #   ray job submit --address http://HEAD:8265 -- sh -c 'cd FOLDER && isobatch ray --config FILE --submit'
+# Memory and time of 4 workers with 8 GPUs each: isobatch plan, with flags of the task and --hardware 4x8xh100
 """
 
 
