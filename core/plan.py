@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from isobatch.core.errors import UserError
 from isobatch.core.flags import OneOf, check_fields, convert, flags_of
 from isobatch.core.number_ranges import Count, Positive
-from isobatch.core.strategies import STRATEGIES
+from isobatch.core.strategies import STRATEGIES, mesh_of
 
 if typing.TYPE_CHECKING:
     from collections.abc import Mapping
@@ -58,6 +58,8 @@ class PlanOptions:
     """Number format of the arithmetic; trained weights, gradients and moments stay fp32."""
     strategy: StrategyChoice = "auto"
     """How processes share the model."""
+    copies: Positive | None = None
+    """Under hsdp: groups of processes that hold a whole model each; by default one a node."""
     compile: Literal["auto", "on", "off", "reduce-overhead"] = "auto"
     """torch.compile the model."""
     activation_checkpointing: Literal["auto", "on", "off"] = "auto"
@@ -130,6 +132,8 @@ class Plan:
     predicted_step_seconds: float
     calibrated: bool
     """Whether the predictions rest on measurements of this kind of device."""
+    copies: int = 1
+    """Of what the strategy shards."""
     stream_cache_bytes: int = 0
     """Most of the data from a store that a node keeps on its disk; 0 where the data is on this machine."""
     least_memory_bytes: int = 0
@@ -146,6 +150,11 @@ class Plan:
     """Under invariance rounding: how far another cut moved the first steps (loss, relative gradient norm), as
     measured when training began; None before."""
     reasons: dict[str, str] = field(default_factory=dict, metadata={"derived": True})
+
+    @property
+    def mesh(self) -> tuple[int, int]:
+        """(copies of what is sharded, processes that share each), whose product are the processes."""
+        return mesh_of(self.strategy, self.processes, self.copies)
 
     def changed(self, reason: str, **fields: Any) -> Plan:
         """The plan with these fields changed, for a reason."""

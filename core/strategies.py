@@ -38,6 +38,8 @@ class StrategyTraits:
     """Forward passes run collectives: every rank must compute the same number of micro-batches."""
     flat_shards: bool = False
     """The optimizer sees flat pieces, not matrices: only elementwise optimizers can be used."""
+    keeps_copies: bool = False
+    """What it shards, it shards within groups of processes, by default those of a node: each holds a copy."""
     copy_bytes: float = 0.0
     """Bytes per trained parameter that it keeps in addition to weights, gradients and moments."""
     overlaps_reduction: bool = False
@@ -64,6 +66,11 @@ STRATEGIES: dict[str, StrategyTraits] = {}
 for _name, _traits in tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")).items():
     _other = STRATEGIES.get(_traits.pop("like", ""))
     STRATEGIES[_name] = replace(_other, **_traits) if _other else StrategyTraits(**_traits)
+
+
+def mesh_of(strategy: str, processes: int, copies: int) -> tuple[int, int]:
+    """The processes as a mesh: (copies of what is sharded, processes that share each)."""
+    return (copies, processes // copies) if traits_of(strategy).shards else (processes, 1)
 
 
 def traits_of(strategy: str) -> StrategyTraits:

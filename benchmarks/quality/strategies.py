@@ -1,7 +1,8 @@
 """Equal losses under every strategy and world size, also after a resume: `python -m benchmarks strategies`.
 
-Worlds of 1, 2 and 3 gloo processes, a 2-layer GPT-2 on ragged sequences, dropout on, uneven micro-batches.
-Each world is one launch: it trains under all its strategies, or continues every checkpoint.
+Worlds of 1, 2, 3 and 4 gloo processes (4: as meshes, `hsdp:COPIES`), a 2-layer GPT-2 on ragged sequences,
+dropout on, uneven micro-batches. Each world is one launch: it trains under all its strategies, or continues
+every checkpoint.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
     from isobatch.engine.train.state import Training
 
 TASK = f"{ROOT}/tests/tasks/ragged.py:RaggedLM"
-SHARDED = ("zero1", "zero2", "zero3", "fsdp2")
+SHARDED = ("zero1", "zero2", "zero3", "fsdp2", "fsdp2-offload")
+MESHES = ("hsdp:1", "hsdp:2", "hsdp:4")
+"""Of four processes: 1 x 4, 2 x 2, 4 x 1."""
 QUICK = "STRATEGIES_QUICK"
 
 
@@ -41,12 +44,12 @@ def lengths() -> tuple[int, int, int]:
 def strategies(world: int) -> tuple[str, ...]:
     """Without ZeRO-1 if quick: its gradients take the way of ZeRO-2's."""
     sharded = SHARDED[1:] if os.environ.get(QUICK) else SHARDED
-    return ("single",) if world == 1 else ("ddp", *sharded)
+    return {1: ("single",), 4: MESHES}.get(world, ("ddp", *sharded, f"hsdp:{world}"))
 
 
 def measure(quick: bool) -> list[dict[str, Any]]:
     """Rows of parity (losses, first gradients) and of every resume."""
-    worlds = (1, 2) if quick else (1, 2, 3)
+    worlds = (1, 2) if quick else (1, 2, 3, 4)
     os.environ[QUICK] = "1" if quick else ""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -57,7 +60,7 @@ def measure(quick: bool) -> list[dict[str, Any]]:
             launch(world, folder, "resume")
         if not quick:
             launch(2, folder, "half")
-        return [*_parity(folder), *_resumes(folder)]
+        return [*parity(folder), *resumes(folder)]
 
 
 def launch(world: int, folder: Path, mode: str, only: tuple[str, ...] = ()) -> None:
@@ -73,7 +76,8 @@ def launch(world: int, folder: Path, mode: str, only: tuple[str, ...] = ()) -> N
         raise RuntimeError(f"{mode} in a world of {world} failed:\n{done.stderr[-4000:]}")
 
 
-def _parity(folder: Path) -> Iterator[dict[str, Any]]:
+def parity(folder: Path) -> Iterator[dict[str, Any]]:
+    """A row for each strategy that trained: how far it is from one process."""
     import torch
 
     one = folder / "train-1-single.json"
@@ -89,7 +93,8 @@ def _parity(folder: Path) -> Iterator[dict[str, Any]]:
         }
 
 
-def _resumes(folder: Path) -> Iterator[dict[str, Any]]:
+def resumes(folder: Path) -> Iterator[dict[str, Any]]:
+    """A row for each checkpoint that was gone on from."""
     _, middle, kept_on = lengths()
     for path in sorted(folder.glob("resume-*.json")):
         writer, reader = path.stem.removeprefix("resume-").split("+")
@@ -180,8 +185,9 @@ def builder_of(task: str, flags: dict[str, Any], options: dict[str, Any], **plan
 
 
 def _builder(strategy: str, precision: Precision = "fp32") -> Builder:
-    flags = {"steps": [lengths()[0]]}
-    return builder_of(TASK, flags, {"micro_batch": 3}, strategy=strategy, precision=precision)
+    flags, (strategy, _, copies) = {"steps": [lengths()[0]]}, strategy.partition(":")
+    plan = {"strategy": strategy, "precision": precision, "copies": int(copies or 1)}
+    return builder_of(TASK, flags, {"micro_batch": 3}, **plan)
 
 
 def _steps(state: Training, start: int, stop: int) -> list[tuple[float, float]]:
@@ -256,7 +262,7 @@ def reduced(strategy: Any) -> Any:
         strategy.reduce()
         found = [p.grad for p in strategy.dense if p.grad is not None]
         strategy.optimizer.zero_grad()
-    elif strategy.plan.strategy == "fsdp2":
+    elif strategy.plan.strategy.startswith(("fsdp2", "hsdp")):
         found = [p.grad.full_tensor() for p in strategy.unwrapped.parameters() if p.grad is not None]
         strategy.optimizer.zero_grad()
     else:

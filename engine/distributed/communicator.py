@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from isobatch.core.errors import TrainingError, UserError
 from isobatch.engine.distributed.device_memory import forbid_spilling
@@ -84,6 +85,7 @@ class Communicator:
     """The hook that is asked outside of a pause: ranks might not meet in a collective of it."""
     waiting = ""
     """The collective that this process is in; empty where it is in none."""
+    _mesh: DeviceMesh | None = None
     recorder = Recorder()
     """Times the parts of this process's steps; off unless somebody profiles them."""
 
@@ -94,6 +96,7 @@ class Communicator:
         check_world(plan.processes, size)
         self.plan, self.rank, self.size = plan, rank, size
         self.node, self.nodes = node_and_nodes(os.environ, rank, size)
+        self._hang_timeout = hang_timeout
         self.accelerator = _accelerator(plan, hang_timeout, tracker, folder)
         check_world(size, self.accelerator.num_processes)
         self.device: torch.device = self.accelerator.device
@@ -143,6 +146,31 @@ class Communicator:
     def is_main(self) -> bool:
         """Whether this is rank 0."""
         return self.rank == 0
+
+    def form_group(self) -> None:
+        """Form a process group where there is one process too, for strategies that need one."""
+        if not dist.is_initialized():
+            backend = "nccl" if self.device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+    def device_mesh(self, copies: int) -> DeviceMesh:
+        """The ranks; where there are several copies of a model, as (copies, ranks that share each).
+
+        Of the run's own backend and timeout: init_device_mesh may make an NCCL group where it has gloo alone.
+        """
+        self.form_group()
+        if copies == 1:
+            assert dist.group.WORLD is not None
+            return DeviceMesh.from_group(dist.group.WORLD, self.device.type)
+        if self._mesh is None:
+            ranks = torch.arange(self.size).view(copies, -1)
+            limit = process_group_arguments(self.device.type == "cpu", self._hang_timeout)["timeout"]
+            with self.waiting_for("the groups of a mesh"):
+                found = (dist.new_subgroups_by_enumeration(r.tolist(), limit) for r in (ranks.T, ranks))
+                groups = [group for group, _ in found]
+            names = ("copies", "shards")
+            self._mesh = DeviceMesh.from_group(groups, self.device.type, ranks, mesh_dim_names=names)
+        return self._mesh
 
     def wrap_in_ddp(self, model: nn.Module) -> nn.Module:
         """The model in DistributedDataParallel, for several processes."""

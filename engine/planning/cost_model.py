@@ -212,15 +212,16 @@ def largest_micro_batch(case: PlanningCase, choices: ExecutionChoices, samples: 
     return max(m.width * len(m.positions) for m in cut.of_rank(0))
 
 
-def all_gather_seconds(size: float, processes: int, case: PlanningCase, messages: float) -> float:
-    """Seconds until every process has all `size` bytes, or its sum of a share of them (reduce-scatter).
+def all_gather_seconds(size: float, processes: int, nodes: int, case: PlanningCase, messages: float) -> float:
+    """Seconds until every process of a group over `nodes` has all `size` bytes, or its sum of a share of
+    them (reduce-scatter).
 
     A ring in each node, then one between nodes. Latency counts per message and tree level. Alpha-beta model:
     Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication Operations".
     """
     if processes == 1:
         return 0.0
-    nodes, local = case.nodes(processes), case.local(processes)
+    local = math.ceil(processes / nodes)
     latency, link = calibration.GLOO_LATENCY, calibration.GLOO_BANDWIDTH
     if case.device != "cpu":
         latency, link = calibration.NCCL_LATENCY, case.hardware.gpu.link_bandwidth
@@ -235,12 +236,13 @@ def gather_seconds(case: PlanningCase, choices: ExecutionChoices) -> float:
     Weights are gathered for the forward and again for the backward pass, gradients are reduced into shards.
     What is offloaded crosses PCIe as well, each process its own share.
     """
-    traits, size, ranks = choices.traits, case.model_size, choices.processes
+    traits, size, (copies, ranks) = choices.traits, case.model_size, choices.mesh
     if not traits.shards_weights:
         return 0.0
     width = 2.0 if choices.half and traits.gathers_half else 4.0
     gradients, (layers, _) = 4.0 * size.trainable, flops.layers_and_width(size)
-    seconds = all_gather_seconds(2 * width * size.parameters + gradients, ranks, case, 3 * layers)
+    nodes, moved = math.ceil(case.nodes(choices.processes) / copies), 2 * width * size.parameters + gradients
+    seconds = all_gather_seconds(moved, ranks, nodes, case, 3 * layers)
     if traits.offloads and case.device != "cpu":
         seconds += (2 * held_weight_bytes(size, choices) + gradients) / ranks / calibration.HOST_LINK
     return seconds
@@ -256,16 +258,23 @@ def exchange_seconds(
 ) -> float:
     """Seconds that exchange adds to a step of `count` micro-batches beside what `micro_batch_seconds` has.
 
-    Whole gradients are reduced once, during the last backward pass or after it.
+    Whole gradients, and those of copies, are reduced once, during the last backward pass or after it.
     """
-    if choices.traits.shards_weights:
-        arithmetic = one_micro_batch - micro_batch_seconds(case, choices)
-        return count * _hidden_share(case) * max(0.0, gather_seconds(case, choices) - arithmetic)
+    beside, spare, copies, nodes = 0.0, one_micro_batch, choices.processes, case.nodes(choices.processes)
     size = 4.0 * case.model_size.trainable  # a reduce-scatter and an all-gather, in buckets
-    total = 2 * all_gather_seconds(size, choices.processes, case, math.ceil(size / BUCKET_BYTES))
+    messages = math.ceil(size / BUCKET_BYTES)
+    if choices.traits.shards_weights:
+        gather = gather_seconds(case, choices)
+        spare = one_micro_batch - micro_batch_seconds(case, choices) - gather
+        beside = count * _hidden_share(case) * max(0.0, -spare)
+        # Each process has a part of the gradients; those of a node share its network.
+        copies, shards = choices.mesh
+        size /= shards if nodes == 1 else math.ceil(nodes / copies)
+        nodes, messages = min(nodes, copies), flops.layers_and_width(case.model_size)[0]
+    total = 2 * all_gather_seconds(size, copies, nodes, case, messages)
     if case.device == "cpu" or not choices.traits.overlaps_reduction:
-        return total
-    return max(0.05 * total, total - calibration.HIDDEN * one_micro_batch)
+        return beside + total
+    return beside + max(0.05 * total, total - calibration.HIDDEN * max(0.0, spare))
 
 
 def update_seconds(case: PlanningCase, choices: ExecutionChoices) -> float:
@@ -273,7 +282,7 @@ def update_seconds(case: PlanningCase, choices: ExecutionChoices) -> float:
 
     Offloaded state is updated by the host.
     """
-    sharded = choices.processes if choices.traits.shards else 1
+    sharded = choices.mesh[1]
     if case.device == "cpu":
         slower = OPTIMIZERS[case.recipe.optimizer].cpu_update
         updated = case.model_size.trainable * case.local(choices.processes) / sharded

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from isobatch.core.optimizers import OPTIMIZERS
 from isobatch.core.plan import Precision, StrategyName
-from isobatch.core.strategies import StrategyTraits, traits_of
+from isobatch.core.strategies import StrategyTraits, mesh_of, traits_of
 from isobatch.models import flops
 
 if TYPE_CHECKING:
@@ -43,6 +43,12 @@ class ExecutionChoices:
     precision: Precision = "fp32"
     attention: Literal["sdpa", "eager", "flash"] = "sdpa"
     activation_checkpointing: bool = False
+    copies: int = 1
+
+    @property
+    def mesh(self) -> tuple[int, int]:
+        """(copies of what is sharded, processes that share each)."""
+        return mesh_of(self.strategy, self.processes, self.copies)
 
     @property
     def traits(self) -> StrategyTraits:
@@ -207,7 +213,7 @@ def _shard_counts(choices: ExecutionChoices) -> dict[str, float]:
     4 + 2 + 4 + 12 / n, because weights are fp32 beside autocast's copies and whole local gradients are
     reduced once a step (`whole_gradients`), and 20 / n, because weights and gradients have no 16-bit form.
     """
-    ranks, traits = float(choices.processes), choices.traits
+    ranks, traits = float(choices.mesh[1]), choices.traits
     weights = math.inf if traits.offloads else ranks if traits.shards_weights else 1.0
     moments = ranks if traits.shards_moments and not traits.offloads else weights
     return {"weights": weights, "gradients": 1.0 if traits.whole_gradients else moments, "moments": moments}
@@ -221,7 +227,7 @@ def _bucket_bytes(size: ModelSize, choices: ExecutionChoices) -> float:
         return 0.0
     whole = 4.0 * size.trainable
     if choices.device == "cpu":
-        return whole / (choices.processes if choices.traits.shards_weights else 1)
+        return whole / (choices.mesh[1] if choices.traits.shards_weights else 1)
     return min(whole, ZERO_BUCKET_BYTES) if choices.traits.shards else 0.0
 
 

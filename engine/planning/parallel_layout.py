@@ -75,8 +75,8 @@ def memory_limit(case: PlanningCase, processes: int) -> float:
     return min(float(memory), size_of(text, memory) / sharing)
 
 
-def strategies_to_try(case: PlanningCase, processes: int) -> list[tuple[StrategyName, bool]]:
-    """Pairs of (strategy, activation checkpointing) to compare, the simplest first."""
+def choices_to_try(case: PlanningCase, processes: int) -> list[ExecutionChoices]:
+    """What to compare, the simplest first: strategies without and with activation checkpointing."""
     plain: StrategyName = "single" if processes == 1 else "ddp"
     strategies: list[StrategyName] = [plain]
     asked = case.asked
@@ -86,7 +86,23 @@ def strategies_to_try(case: PlanningCase, processes: int) -> list[tuple[Strategy
         tried = [name for name, t in STRATEGIES.items() if t.tried and t.least_processes <= processes]
         strategies += [name for name in tried if not why_not_fit(case, name)]
     checkpointing = {"auto": [False, True], "on": [True], "off": [False]}[asked.activation_checkpointing]
-    return [(strategy, recompute) for strategy in strategies for recompute in checkpointing]
+    device, precision, attention = case.device, case.precision, case.attention
+    return [
+        ExecutionChoices(device, processes, strategy, precision, attention, recompute, copies)
+        for strategy in strategies
+        for copies in _copies_to_try(case, processes, strategy)
+        for recompute in checkpointing
+    ]
+
+
+def _copies_to_try(case: PlanningCase, processes: int, strategy: str) -> list[int]:
+    """Numbers of copies of what a strategy shards, the most first: one a node, or one over several nodes."""
+    if not traits_of(strategy).keeps_copies:
+        return [1]
+    if case.asked.copies:
+        return [case.asked.copies]
+    nodes, least = case.nodes(processes), 2 if case.asked.strategy == "auto" else 1  # one alone is fsdp2
+    return [n for n in range(nodes, least - 1, -1) if nodes % n == processes % n == 0]
 
 
 def why_not_fit(case: PlanningCase, strategy: StrategyName) -> str:
@@ -127,10 +143,9 @@ def find_layout(case: PlanningCase, processes: int) -> ParallelLayout | None:
     found = []
     most = case.recipe.batch_size
     samples = min(most, case.asked.micro_batch or most)
-    for strategy, recompute in strategies_to_try(case, processes):
-        choices = _choices(case, processes, strategy, recompute)
+    for choices in choices_to_try(case, processes):
         tokens, bound = token_budget(case, choices)
-        offloaded = offloaded_bytes(case, processes) if choices.traits.offloads else 0.0
+        offloaded = offloaded_bytes(case, choices) if choices.traits.offloads else 0.0
         useful = case.asked.strategy != "auto" or saves_enough(case, choices)
         if not useful or tokens < case.longest or offloaded > HOST_SHARE * case.hardware.ram_bytes:
             continue
@@ -153,10 +168,6 @@ def _footprint(
     case: PlanningCase, choices: ExecutionChoices, tokens: float, evaluated: float | None = None
 ) -> MemoryFootprint:
     return memory_footprint(case.recipe, case.model_size, choices, tokens, case.longest, evaluated)
-
-
-def _choices(case: PlanningCase, processes: int, strategy: StrategyName, recompute: bool) -> ExecutionChoices:
-    return ExecutionChoices(case.device, processes, strategy, case.precision, case.attention, recompute)
 
 
 def token_budget(case: PlanningCase, choices: ExecutionChoices) -> tuple[int, str]:
@@ -187,11 +198,11 @@ def token_budget(case: PlanningCase, choices: ExecutionChoices) -> tuple[int, st
     return min(bounds)
 
 
-def offloaded_bytes(case: PlanningCase, processes: int) -> float:
-    """Bytes of offloaded fp32 weights, gradients and moments on one node."""
-    per_trained = 4.0 + OPTIMIZERS[case.recipe.optimizer].state_bytes
+def offloaded_bytes(case: PlanningCase, choices: ExecutionChoices) -> float:
+    """Bytes of offloaded fp32 weights, gradients and moments on one node, and of the strategy's copy."""
+    per_trained = 4.0 + OPTIMIZERS[case.recipe.optimizer].state_bytes + choices.traits.copy_bytes
     whole = 4.0 * case.model_size.parameters + per_trained * case.model_size.trainable
-    return whole / case.nodes(processes)
+    return whole / case.nodes(choices.processes)
 
 
 def candidate_process_counts(case: PlanningCase) -> list[int]:
@@ -204,7 +215,8 @@ def candidate_process_counts(case: PlanningCase) -> list[int]:
     node = len(case.hardware.gpus)
     across = [node * nodes for nodes in _powers_to(case.hardware.nodes)]
     counts = sorted({*_powers_to(node), *across})
-    shared = [count for count in counts if count > 1] if traits and traits.least_processes > 1 else counts
+    counts = [count for count in counts if count % (case.asked.copies or 1) == 0] or counts
+    shared = [count for count in counts if count >= (traits.least_processes if traits else 1)]
     return [count for count in shared if count <= case.recipe.batch_size] or shared[:1] or [1]
 
 
@@ -219,10 +231,14 @@ def fastest_layout(layouts: list[ParallelLayout]) -> ParallelLayout:
     return next(layout for layout in layouts if layout.seconds <= AS_GOOD * fastest)
 
 
-def least_bytes(case: PlanningCase, processes: int, strategy: str | None = None) -> int:
-    """The least peak of the longest sample by itself, under a strategy or those tried that do not offload."""
-    tried = [_choices(case, processes, *one) for one in strategies_to_try(case, processes)]
-    meant = [one for one in tried if one.strategy == strategy or not (strategy or one.traits.offloads)]
+def least_bytes(case: PlanningCase, processes: int, like: ExecutionChoices | None = None) -> int:
+    """The least peak of the longest sample by itself, under strategy and copies of `like` or those tried that
+    do not offload.
+    """
+    tried = choices_to_try(case, processes)
+    meant = [one for one in tried if not one.traits.offloads]
+    if like:
+        meant = [one for one in tried if (one.strategy, one.copies) == (like.strategy, like.copies)]
     return min(_footprint(case, choices, case.longest).peak for choices in meant or tried)
 
 
@@ -232,7 +248,11 @@ def does_not_fit(case: PlanningCase, processes: int) -> str:
     need, size = least_bytes(case, processes), case.model_size
     what, may = f"one sample of {case.longest} tokens needs", f"{gigabytes(limit)} of {gigabytes(memory)}"
     if need <= limit:
-        need, ram = round(offloaded_bytes(case, processes)), case.hardware.ram_bytes
+        needs, ram = (
+            (offloaded_bytes(case, one) for one in choices_to_try(case, processes)),
+            case.hardware.ram_bytes,
+        )
+        need = round(min(needs))
         what, may = "offloading needs in a node's RAM", f"{HOST_SHARE:.0%} of {gigabytes(ram)}"
     elif size.fit_bytes > 4.0 * size.parameters and case.device == "cpu":
         what = "what the run's end fits to the data, less of fewer items, needs"
@@ -298,8 +318,17 @@ def why_strategy(case: PlanningCase, chosen: ParallelLayout) -> str:
     if strategy == "ddp":
         return f"the whole model fits on each of {processes} processes"
     memory = gigabytes(device_memory(case, processes))
+    copies, shards = chosen.choices.mesh
     then = "stay in host memory" if chosen.choices.traits.offloads else "are partitioned"
+    then += f" among {shards} processes, {copies} times" if copies > 1 else ""
     return f"weights, gradients and moments {then}: whole they do not fit into {memory}, or are slower"
+
+
+def why_copies(case: PlanningCase, chosen: ParallelLayout) -> str:
+    """The reason for the copies of what is sharded, with the mesh of processes."""
+    copies, shards = chosen.choices.mesh
+    mesh = f"a mesh of {copies} x {shards}: {shards} processes share a copy; copies meet once a step"
+    return f"{case.asked.why('copies')}; {mesh}" if case.asked.copies else mesh
 
 
 def why_checkpointing(case: PlanningCase, chosen: ParallelLayout) -> str:

@@ -110,6 +110,8 @@ def _check_processes(case: PlanningCase) -> None:
         raise UserError(
             f"--processes {processes}: there {there}, and every process needs its own; give {have} or fewer"
         )
+    if (copies := asked.copies) and (asked.strategy == "auto" or not traits_of(asked.strategy).keeps_copies):
+        raise UserError(f"--copies {copies}: hsdp alone keeps copies: add --strategy hsdp, or leave it out")
     if asked.strategy == "auto":
         return
     traits, alone = traits_of(asked.strategy), case.device != "cuda" or case.hardware.devices == 1
@@ -117,13 +119,16 @@ def _check_processes(case: PlanningCase) -> None:
     least = traits.least_processes if traits.shards else 1
     if count and not least <= count <= (traits.most_processes or count):
         takes = "two or more processes" if count < least else "one process"
-        other = "single or zero3-offload" if count == 1 else "ddp, or --processes 1"
+        other = "single or fsdp2-offload" if count == 1 else "ddp, or --processes 1"
         raise UserError(f"--strategy {asked.strategy}: takes {takes}, not {count}; use {other}")
     if why := layout.why_not_fit(case, asked.strategy):
         raise UserError(f"--strategy {asked.strategy}: {why}")
     if case.device not in traits.devices:
         library = traits.library
         raise UserError(f"--strategy {asked.strategy}: {library} does not run on Apple GPUs; use single")
+    count = layout.candidate_process_counts(case)[-1]
+    if copies and count % copies:
+        raise UserError(f"--copies {copies}: {count} processes cannot be divided so; give a divisor of them")
 
 
 def _layouts(case: PlanningCase) -> list[ParallelLayout]:
@@ -138,13 +143,14 @@ def _layout_fields(case: PlanningCase, chosen: ParallelLayout, layouts: list[Par
     choices, processes = chosen.choices, chosen.choices.processes
     nodes, remark = case.nodes(processes), case.model_size.remark
     per_node = f"{case.local(processes)} processes a node" if nodes > 1 else "everything runs on one node"
-    strategy = layout.why_strategy(case, chosen)
-    recompute = choices.activation_checkpointing
+    strategy, recompute = layout.why_strategy(case, chosen), choices.activation_checkpointing
+    copies: PlanFields = {"copies": (choices.copies, layout.why_copies(case, chosen))}
     launch = f"{micro_batch_seconds(case, choices) * 1e3:.1f} ms to launch a micro-batch, and for exchange"
     return {
         "processes": (processes, layout.why_processes(case, chosen, layouts)),
         "nodes": (nodes, per_node),
         "strategy": (choices.strategy, f"{strategy}; {remark}" if remark else strategy),
+        **(copies if choices.traits.keeps_copies else {}),
         "activation_checkpointing": (recompute, layout.why_checkpointing(case, chosen)),
         "micro_batch_samples": (chosen.samples, layout.why_samples(case)),
         "micro_batch_tokens": (chosen.tokens, layout.why_tokens(case, chosen)),
@@ -166,7 +172,7 @@ def _prediction_fields(case: PlanningCase, chosen: ParallelLayout) -> PlanFields
     )
     processes = chosen.choices.processes
     memory, usable = (find(case, processes) for find in (layout.device_memory, layout.memory_limit))
-    least = layout.least_bytes(case, processes, chosen.choices.strategy)
+    least = layout.least_bytes(case, processes, chosen.choices)
     of = "a process's share of the RAM" if case.device == "cpu" else "the GPU's memory"
     return {
         "predicted_peak_memory_bytes": (stages[worst], f"the peak of the stage {worst}; {basis}"),
@@ -197,5 +203,5 @@ def with_smaller_budget(plan: Plan, recipe: Recipe, facts: Facts) -> Plan:
         return plan.changed(why, activation_checkpointing=True)
     raise TrainingError(
         f"out of memory with one sample of {longest} tokens and activation checkpointing: lower --max-length,"
-        " take a smaller model or more memory; --strategy zero3-offload holds the least on the device"
+        " take a smaller model or more memory; --strategy fsdp2-offload holds the least on the device"
     )

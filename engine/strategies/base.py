@@ -161,7 +161,7 @@ class Strategy(ABC):
         `extra`: what hooks want saved beside them, dealt as weights are; what every rank has whole each
         writes an equal part of. Raises TrainingError where those have other shapes.
         """
-        found, rank, size = self.own_state(), self.world.rank, self.world.size
+        found = self.own_state()
         parts = {part.name: part for part in self.parts()} if extra else {}
         for hook, name, tensor in ((h, n, t) for h, tensors in extra.items() for n, t in tensors.items()):
             part, key = parts.get(name), f"{HOOK}{hook}/{name}"
@@ -169,13 +169,18 @@ class Strategy(ABC):
                 wanted = f"held as {tuple(part.values.shape)}" if part else "no parameter that trains"
                 raise TrainingError(f"hook {hook}: has {tuple(tensor.shape)} for {name}, which is {wanted}")
             found.entries[key] = dataclasses.replace(portable_state.tensor_entry(tensor), shape=part.shape)
-            flat, start = tensor.detach().reshape(-1), part.start
-            if not self._sharded:
-                start, stop = (flat.numel() * n // size for n in (rank, rank + 1))
-                flat = flat[start:stop]
-            if flat.numel():
-                found.pieces.append(TensorPiece(key, start, flat))
+            found.pieces += self.saved_share(key, part.start, tensor)
         return found
+
+    def saved_share(self, key: str, start: int, values: Tensor) -> list[TensorPiece]:
+        """What this rank saves of values that it holds from element `start` on: all, or an equal part where
+        other ranks hold the same.
+        """
+        rank, size, copies = self.world.rank, self.world.size, self.plan.mesh[0]
+        number, holders = (rank * copies // size, copies) if self._sharded else (rank, size)
+        flat = values.detach().reshape(-1)
+        first, stop = (flat.numel() * n // holders for n in (number, number + 1))
+        return [TensorPiece(key, start + first, flat[first:stop])] if first < stop else []
 
     @abstractmethod
     def own_state(self) -> portable_state.PortableState:

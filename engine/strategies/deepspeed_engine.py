@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
@@ -69,10 +68,8 @@ def make_engine(model: nn.Module, optimizer: Optimizer, config: dict[str, Any], 
         # Its shared-memory all-reduce is compiled at first use, under a lock that a killed process leaves
         # behind, and spins forever where a rank has died. gloo raises an error instead.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        if not dist.is_initialized():  # it needs a process group, where there is one process too
-            backend = "nccl" if world.device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-            os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads it
+        world.form_group()
+        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads it
         if config["zero_optimization"]["stage"] == 3:
             _shard(model, config, world)
         with world.waiting_for("the start of DeepSpeed's engine"):

@@ -1,4 +1,5 @@
 """torch's fully_shard (FSDP2, Zhao et al. 2023 for its ancestor): each process holds rows of every parameter.
+With copies (HSDP) it does so within a group of processes, and groups sum their gradients.
 
 Gradients are summed, not averaged, because losses come divided by the global weight already. Blocks of the
 model's layer lists are gathered one by one, in the forward and again in the backward pass. Each micro-batch
@@ -15,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from isobatch.core.errors import UserError
+from isobatch.core.strategies import traits_of
 from isobatch.engine.checkpointing import portable_state
 from isobatch.engine.checkpointing.portable_state import MOMENT, WEIGHT, Held, TensorPiece
 from isobatch.engine.model_setup.layer_blocks import layer_blocks, matmul_parameters
@@ -38,15 +39,16 @@ class FullyShardStrategy(Strategy):
     def begin(self, make_optimizer: MakeOptimizer) -> None:
         assert not self.sparse, "the planner gives sparse tables no shards"
         model, world = self.model, self.world
-        # Of the run's own group: init_device_mesh may make an NCCL group where the run has gloo alone.
-        assert dist.group.WORLD is not None
-        mesh = DeviceMesh.from_group(dist.group.WORLD, world.device.type)
+        self._copies = self.plan.mesh[0]
+        options: dict[str, Any] = {"mesh": world.device_mesh(self._copies)}
+        if traits_of(self.plan.strategy).offloads:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
         half = set(matmul_parameters(model)) if self.plan.precision == "bf16" else set()
         for block in layer_blocks(model):
             world.broadcast_onto_device(_unsharded(block))
-            shard_block(block, mesh, half)
+            shard_block(block, half, options)
         world.broadcast_onto_device(_unsharded(model))
-        fully_shard(model, mesh=mesh)
+        fully_shard(model, **options)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
@@ -57,17 +59,25 @@ class FullyShardStrategy(Strategy):
     def forward_backward(self, last: bool) -> Iterator[None]:
         assert isinstance(self.model, FSDPModule)
         self.model.set_is_last_backward(last)
+        if self._copies > 1:
+            self.model.set_requires_all_reduce(last)
         with self.world.waiting_for("FSDP's forward or backward"):
             yield
 
     def step_optimizer(self, rate: float, observe: Callable[[], None] | None = None) -> Tensor:
-        """The norm is of the whole gradient, whose rows lie on all ranks."""
+        """The norm is of the whole gradient, whose rows lie on all ranks of a copy."""
         gradients = [_rows(p.grad) for _, p in self.trained() if p.grad is not None]  # this rank's
-        local = gradient_norm(gradients, self.world.device)
-        norm = self.world.all_reduce_sum(local.square()).sqrt()
+        if self._copies > 1 and (idle := [name for name, p in self.trained() if p.grad is None]):
+            raise UserError(
+                f"the last micro-batch's loss touches no {idle[0]} ({len(idle)} such), and copies add up"
+                " gradients in it alone: freeze it (requires_grad_(False)), or use --strategy fsdp2"
+            )
+        where = gradients[0].device if gradients else self.world.device  # the host's, of offloaded ones
+        local = gradient_norm(gradients, where).to(self.world.device)
+        norm = self.world.all_reduce_sum(local.square() / self._copies).sqrt()
         set_rate(self.optimizer, rate)
         if self.clip and gradients:
-            torch._foreach_mul_(gradients, (self.clip / (norm + 1e-6)).clamp_max(1.0))
+            torch._foreach_mul_(gradients, (self.clip / (norm + 1e-6)).clamp_max(1.0).to(where))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return norm
@@ -98,15 +108,15 @@ class FullyShardStrategy(Strategy):
             for key, value in state.items():
                 entries[key] = portable_state.tensor_entry(value)
                 if isinstance(value, DTensor):
-                    if (rows := _rows(value)).numel():
-                        pieces.append(TensorPiece(key, self._start(value), rows.reshape(-1)))
+                    pieces += self.saved_share(key, self._start(value), _rows(value))
                 elif self.world.is_main:
                     pieces.append(TensorPiece(key, 0, value.reshape(-1)))
         return portable_state.PortableState(entries, pieces)
 
     def _start(self, tensor: DTensor) -> int:
         """First element of this rank's rows in the flattened tensor; rows are divided as by torch.chunk."""
-        first_row = math.ceil(tensor.shape[0] / self.world.size) * self.world.rank
+        shards = self.world.size // self._copies
+        first_row = math.ceil(tensor.shape[0] / shards) * (self.world.rank % shards)
         return min(first_row, tensor.shape[0]) * math.prod(tensor.shape[1:])
 
     def restore(self, saved: SavedCheckpoint, loss_scale: dict[str, Any] | None = None) -> None:
@@ -123,7 +133,7 @@ class FullyShardStrategy(Strategy):
                 self.optimizer.state[p][kind] = saved.read(key).to(where)
 
 
-def shard_block(block: nn.Module, mesh: DeviceMesh, half: set[nn.Parameter]) -> None:
+def shard_block(block: nn.Module, half: set[nn.Parameter], options: dict[str, Any]) -> None:
     """Shard a block in one group, or in two where it has parameters of `half`, which are gathered in bf16.
 
     Autocast rounds these to bf16 anyway. Norms are a group of their own in fp32, and gradients are summed
@@ -131,11 +141,11 @@ def shard_block(block: nn.Module, mesh: DeviceMesh, half: set[nn.Parameter]) -> 
     """
     rest = [m for m in block.modules() if any(p not in half for p in m.parameters(recurse=False))]
     if not half.intersection(block.parameters()) or any(list(m.children()) for m in rest):
-        fully_shard(block, mesh=mesh)
+        fully_shard(block, **options)
         return
     if rest:
-        fully_shard(rest, mesh=mesh)
-    fully_shard(block, mesh=mesh, mp_policy=HALF)
+        fully_shard(rest, **options)
+    fully_shard(block, mp_policy=HALF, **options)
 
 
 def _unsharded(module: nn.Module) -> Iterator[Tensor]:

@@ -37,7 +37,7 @@ def test_a_machine_of_the_table_without_a_network(machine: str, tmp_path: Path) 
     assert answer["global_batch"] == 48
     plan = answer["plan"]
     # Training measures the rounding; only data in a store has a cache.
-    assert plan.keys() - {"reasons", "rounding", "stream_cache_bytes"} <= answer["reasons"].keys()
+    assert plan.keys() - {"reasons", "rounding", "copies", "stream_cache_bytes"} <= answer["reasons"].keys()
     assert all(len(r) > 10 for r in answer["reasons"].values())
     assert plan["micro_batch_samples"] <= 48
     assert plan["device"] == ("cpu" if machine.startswith("cpu") else "cuda")

@@ -11,6 +11,7 @@ from isobatch.benchmarks.quality import strategies
 from isobatch.tests.integration import helpers
 from isobatch.tests.integration.helpers import ROOT, furthest, losses, succeed, warm_python
 from isobatch.tests.integration.test_bad_input import complaint
+from isobatch.tests.tiny_models import save_gpt2
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,7 +26,7 @@ def found() -> dict[str, dict[str, Any]]:
         return {row["what"]: row for row in strategies.measure(quick=True)}
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "fsdp2"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "fsdp2", "fsdp2-offload", "hsdp:2"])
 def test_a_strategy_changes_neither_losses_nor_gradients(found: Any, strategy: str) -> None:
     row = found[f"train-2-{strategy}"]
     assert row["largest_loss_difference"] < 1e-4
@@ -36,11 +37,38 @@ def test_a_strategy_changes_neither_losses_nor_gradients(found: Any, strategy: s
 def test_a_strategy_goes_on_from_its_own_checkpoint_and_from_anothers(found: Any) -> None:
     """All pairs: `python -m benchmarks strategies`."""
     resumes = {what: row for what, row in found.items() if "->" in what}
-    assert len(resumes) == 10
+    assert len(resumes) == 14
     assert max(row["largest_loss_difference"] for row in resumes.values()) < 1e-4
     assert all(
         row["largest_loss_difference"] == 0 for row in resumes.values() if row["same_world_and_strategy"]
     )
+
+
+@pytest.mark.slow
+def test_every_mesh_of_four_processes_learns_the_same_and_reads_the_others(tmp_path: Path) -> None:
+    """1 x 4, 2 x 2 and 4 x 1, and back and forth between them, DDP, FSDP2 and ZeRO-2."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(strategies.QUICK, "1")
+        patch.setattr(sys, "executable", warm_python())
+        strategies.launch(1, tmp_path, "train")
+        strategies.launch(4, tmp_path, "train+resume", (*strategies.MESHES, "ddp", "fsdp2", "zero2"))
+        rows = [*strategies.parity(tmp_path), *strategies.resumes(tmp_path)]
+    assert len(rows) == 7 + 12
+    assert max(row["largest_loss_difference"] for row in rows) < 2e-6
+    assert max(row.get("largest_norm_difference", 0) for row in rows) < 1e-6
+    assert max(row.get("first_gradient_difference", 0) for row in rows) < 1e-6
+
+
+@pytest.mark.slow
+def test_copies_of_shards_learn_with_the_head_in_chunks(tmp_path: Path) -> None:
+    save_gpt2(tmp_path / "base", 600, n_layer=2)
+    words = ["auto", "--task", "causal-lm", "--model", "base", "--max-length", "64", "--quiet", "--again"]
+    words += ["--steps", "4", "--micro-batch", "2", "--batch-size", "16"]
+    succeed(*words, "--name", "one", "--processes", "1", cwd=tmp_path)
+    four = ["--processes", "4", "--strategy", "hsdp", "--copies", "2"]
+    succeed(*words, "--name", "four", *four, cwd=tmp_path)
+    assert helpers.plan_of(tmp_path / "runs" / "four")["copies"] == 2
+    assert furthest(losses(tmp_path / "runs" / "one"), losses(tmp_path / "runs" / "four")) < 1e-5
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ WEIGHTS = {"adamw": 1e-4, "sgd": 2e-6, "adafactor": 5e-6}
 EIGHT_BIT = (2e-5, 5e-3)
 """Both, of adamw8bit: a sum of another order may round a moment to the next of its 256 levels (measured:
 1.5e-6, 5.6e-4)."""
-STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp2", "zero3-offload")
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp2", "zero3-offload", "fsdp2-offload", "hsdp")
 WAYS = [(processes, strategy) for processes in (1, 2, 3) for strategy in STRATEGIES]
 ENDS = ("signal", "kill", "kill in a save")
 WALKS = 30
@@ -68,6 +68,7 @@ class Leg:
     @property
     def words(self) -> list[str]:
         world = ["--processes", str(self.processes), "--strategy", self.strategy]
+        world += ["--copies", "2"] if self.strategy == "hsdp" and self.processes % 2 == 0 else []
         return [*world, "--precision", "fp32", "--device", "cpu", "--quiet"]
 
 
@@ -88,6 +89,18 @@ SHORT = [
     Walk("adamw", [Leg(1, "ddp", "signal"), Leg(2, "zero2", "kill"), Leg(1, "ddp", "done")]),
     Walk("adamw8bit", [Leg(2, "zero3", "refused"), Leg(2, "ddp", "signal"), Leg(1, "ddp", "done")]),
 ]
+LONG = Walk(
+    "adamw",
+    [
+        *(
+            Leg(4, "hsdp", "signal"),
+            Leg(4, "ddp", "kill"),
+            Leg(4, "fsdp2", "signal"),
+            Leg(4, "zero2", "kill"),
+        ),
+        *(Leg(2, "fsdp2-offload", "signal"), Leg(4, "hsdp", "done")),
+    ],
+)
 
 
 def draw(seed: int) -> Walk:
@@ -107,7 +120,7 @@ def is_refused(processes: int, strategy: str, optimizer: str) -> bool:
     """One process has nobody to share with, in flat shards no matrix can be seen, and ZeRO's copy of the
     weights may outweigh what it saves of one moment.
     """
-    alone = processes == 1 and strategy not in ("ddp", "zero3-offload")
+    alone = processes == 1 and strategy != "ddp" and not strategy.endswith("offload")
     needs_matrices = optimizer in ("adamw8bit", "adafactor") and strategy != "ddp"
     saves_nothing = optimizer == "sgd" and processes == 2 and strategy in ("zero1", "zero2")
     return alone or needs_matrices or saves_nothing
@@ -257,6 +270,7 @@ def compare(run: Path, calm: Path, loss: float, weights: float) -> None:
     "walk",
     [
         *(pytest.param(walk, id=f"short-{number}") for number, walk in enumerate(SHORT)),
+        pytest.param(LONG, id="long", marks=pytest.mark.slow),
         *(pytest.param(draw(seed), id=f"drawn-{seed}", marks=pytest.mark.slow) for seed in range(WALKS)),
     ],
 )

@@ -27,7 +27,7 @@ FLAGS = {
         noise adam_beta1 adam_beta2 adam_eps ema label_smoothing lr_floor order
         shuffle_window on_spike""",
     "scaling": "per_device_batch_size gradient_accumulation_steps",
-    "plan": """micro_batch processes workers prefetch pin_memory precision strategy compile
+    "plan": """micro_batch processes workers prefetch pin_memory precision strategy copies compile
         activation_checkpointing attention pack device memory_limit stream_cache""",
     "run": """out name resume again save_every keep checkpoint_copy before log_every tracker ledger hook
         anomaly hang_timeout max_restarts debug quiet""",

@@ -82,13 +82,16 @@ def test_logits() -> None:
         ("zero1", 4, 8, 3),
         ("zero2", 4, 8, 3),
         ("zero3", 1, 2, 3),
-        ("zero3-offload", 0, 0, 0),
+        ("fsdp2", 1, 2, 2),
+        ("hsdp", 2, 4, 4),
+        *((name, 0, 0, 0) for name in ("zero3-offload", "fsdp2-offload")),
     ],
 )
 def test_what_four_ranks_share(
     strategy: StrategyName, weights: float, gradients: float, moments: float
 ) -> None:
-    parts = memory_footprint(PLAIN, GPT2, ExecutionChoices(processes=4, strategy=strategy), 0, 128)
+    choices = ExecutionChoices(processes=4, strategy=strategy, copies=2 if strategy == "hsdp" else 1)
+    parts = memory_footprint(PLAIN, GPT2, choices, 0, 128)
     found = [part / GPT2.parameters for part in (parts.weights, parts.gradients, parts.moments)]
     assert found == [weights, gradients, moments]  # gradients, and on a CPU a flat copy that is reduced
 

@@ -77,7 +77,13 @@ LARGE = [
     # than 32 cards have nothing to do. Offloaded, 276 GB of weights would cross PCIe twice as well, and
     # 28 x 69e9 bytes of moments go through the hosts' memory.
     ("8x8xh100", LLAMA_70B, 32, 32, "zero3", True),
-    ("8x8xh100", LLAMA_70B, 512, 64, "zero3", True),
+    # With 512 rows ZeRO's copy of the weights, 4 x 69e9 / 64 = 4.3 GB, is room that FSDP2 has for more tokens
+    # at a time, and weights cross the network for fewer micro-batches.
+    ("8x8xh100", LLAMA_70B, 512, 64, "fsdp2", True),
+    # 7B, two micro-batches a step at 25 GB/s: sharded over all cards 2 x 13.5 + 27 GB cross the network in
+    # each, with a copy on each node (20 x 6.7e9 / 8 = 17 GB a card) 2 x 3/4 x 27 GB of gradients, once.
+    ("4x8xa100-80gb@200gbit", SEVEN_B, 512, 32, "hsdp", False),
+    ("4x8xa100-80gb", SEVEN_B, 512, 32, "zero3", False),  # at 100 GB/s that hides behind arithmetic
     # QLoRA: 6.48e9 x 0.5625 + 0.26e9 x 2 = 4.2 GB of weights; 0.4, 1.2, 0.8 and 0.3 as above: 6.9 of the
     # 10.3 GB that may be used of 12. Without checkpointing 15.
     ("rtx4080-laptop", WITH_QLORA, 1, 1, "single", True),
@@ -124,7 +130,8 @@ def test_a_tiny_model_with_a_small_batch_takes_one_gpu_or_a_few_of_one_node(mach
 @pytest.mark.parametrize("machine", [row[0] for row in DECISIONS])
 def test_every_field_has_its_reason_in_one_sentence(machine: str, shape: ModelSize) -> None:
     plan = planned(machine, shape)
-    others = {"reasons", "rounding", "stream_cache_bytes"}  # measured later; only of data in a store
+    # Measured later; only of a strategy that keeps copies; only of data in a store.
+    others = {"reasons", "rounding", "copies", "stream_cache_bytes"}
     fields = {field.name for field in dataclasses.fields(Plan)} - others
     assert set(plan.reasons) == fields
     assert all(reason.strip() and "\n" not in reason for reason in plan.reasons.values())
@@ -177,6 +184,48 @@ def test_partitioning_comes_only_where_ddp_does_not_fit() -> None:
     assert planned("8xh100", strategy="zero2").reasons["strategy"] == "you asked for it"
 
 
+@pytest.mark.parametrize(
+    ("machine", "asked", "mesh"),
+    [
+        ("8x8xh100", {}, (8, 8)),  # a copy a node
+        ("8x8xh100", {"copies": 2}, (2, 32)),
+        ("8xh100", {}, (1, 8)),
+        ("8xh100", {"copies": 2}, (2, 4)),
+        (
+            "2x4xrtx4090@100gbit",
+            {"processes": 8},
+            (1, 8),
+        ),  # a quarter of 20 x 6.7e9 bytes does not fit a card
+    ],
+)
+def test_copies_are_one_a_node_where_one_fits(machine: str, asked: Any, mesh: tuple[int, int]) -> None:
+    plan = planned(machine, SEVEN_B, BLOCKS, recipe={"batch_size": 512}, strategy="hsdp", **asked)
+    assert plan.mesh == mesh
+    assert f"a mesh of {mesh[0]} x {mesh[1]}" in plan.reasons["copies"]
+    assert Plan.from_dict(plan.to_dict()).mesh == mesh
+
+
+def test_copies_save_what_each_further_micro_batch_would_send() -> None:
+    """In one, 2 x 2 + 4 bytes a parameter cross the network as weights and gradients, 2 x 4 as gradients."""
+
+    def ratio(batch: int, network: str) -> float:
+        asked = {"recipe": {"batch_size": batch}, "processes": 64}
+        plans = [
+            planned(f"8x8xh100@{network}", SEVEN_B, BLOCKS, **asked, strategy=s) for s in ("fsdp2", "hsdp")
+        ]
+        return plans[0].predicted_step_seconds / plans[1].predicted_step_seconds
+
+    assert ratio(64, "400gbit") == pytest.approx(1, abs=0.01)
+    assert 1 < ratio(4096, "3200gbit") < ratio(4096, "800gbit") < ratio(4096, "200gbit")
+
+
+@pytest.mark.parametrize(("ram", "strategy"), [("128gb", "fsdp2-offload"), ("192gb", "zero3-offload")])
+def test_offloading_without_a_copy_takes_a_smaller_host(ram: str, strategy: str) -> None:
+    """4 + 4 + 8 bytes x 6.7e9 = 108 GB, and 4 of ZeRO's copy: 135; four fifths of 128 GiB are 110."""
+    plan = planned(f"rtx4090:24gb:{ram}", SEVEN_B, BLOCKS)
+    assert plan.strategy == strategy
+
+
 def test_zero_keeps_to_what_it_can_compute_exactly() -> None:
     for asked, message in (({"optimizer": "adafactor"}, "flat"), ({"optimizer": "adamw8bit"}, "flat")):
         with pytest.raises(UserError, match=message):
@@ -222,6 +271,9 @@ def test_after_an_out_of_memory_the_budget_halves_down_to_one_sample() -> None:
         ("8xh100", SEVEN_B, {"strategy": "ddp"}, "used: without --strategy ddp, or memory"),
         ("h100", SEVEN_B, {"strategy": "single"}, "used: without --strategy single, or memory of"),
         ("4xrtx4090", SEVEN_B, {"strategy": "zero3"}, "used: without --strategy zero3, or memory of"),
+        ("8xh100", GPT2, {"copies": 2}, "--copies 2: hsdp alone keeps copies: add --strategy hsdp"),
+        ("8xh100", GPT2, {"copies": 2, "strategy": "fsdp2"}, "--copies 2: hsdp alone keeps copies"),
+        ("8xh100", GPT2, {"copies": 3, "strategy": "hsdp"}, "--copies 3: 8 processes cannot be divided so"),
         ("8xh100", GPT2, {"processes": 4, "world": 8}, "the launcher formed a world of 8"),
     ],
 )
