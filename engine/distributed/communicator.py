@@ -85,7 +85,6 @@ class Communicator:
     """The hook that is asked outside of a pause: ranks might not meet in a collective of it."""
     waiting = ""
     """The collective that this process is in; empty where it is in none."""
-    _mesh: DeviceMesh | None = None
     recorder = Recorder()
     """Times the parts of this process's steps; off unless somebody profiles them."""
 
@@ -96,7 +95,7 @@ class Communicator:
         check_world(plan.processes, size)
         self.plan, self.rank, self.size = plan, rank, size
         self.node, self.nodes = node_and_nodes(os.environ, rank, size)
-        self._hang_timeout = hang_timeout
+        self._hang_timeout, self._meshes = hang_timeout, dict[int, DeviceMesh]()
         self.accelerator = _accelerator(plan, hang_timeout, tracker, folder)
         check_world(size, self.accelerator.num_processes)
         self.device: torch.device = self.accelerator.device
@@ -162,15 +161,16 @@ class Communicator:
         if copies == 1:
             assert dist.group.WORLD is not None
             return DeviceMesh.from_group(dist.group.WORLD, self.device.type)
-        if self._mesh is None:
+        if copies not in self._meshes:
             ranks = torch.arange(self.size).view(copies, -1)
             limit = process_group_arguments(self.device.type == "cpu", self._hang_timeout)["timeout"]
             with self.waiting_for("the groups of a mesh"):
                 found = (dist.new_subgroups_by_enumeration(r.tolist(), limit) for r in (ranks.T, ranks))
                 groups = [group for group, _ in found]
             names = ("copies", "shards")
-            self._mesh = DeviceMesh.from_group(groups, self.device.type, ranks, mesh_dim_names=names)
-        return self._mesh
+            made = DeviceMesh.from_group(groups, self.device.type, ranks, mesh_dim_names=names)
+            self._meshes[copies] = made
+        return self._meshes[copies]
 
     def wrap_in_ddp(self, model: nn.Module) -> nn.Module:
         """The model in DistributedDataParallel, for several processes."""

@@ -169,7 +169,7 @@ class Strategy(ABC):
                 wanted = f"held as {tuple(part.values.shape)}" if part else "no parameter that trains"
                 raise TrainingError(f"hook {hook}: has {tuple(tensor.shape)} for {name}, which is {wanted}")
             found.entries[key] = dataclasses.replace(portable_state.tensor_entry(tensor), shape=part.shape)
-            found.pieces += self.saved_share(key, part.start, tensor)
+            found.pieces.extend(self.saved_share(key, part.start, tensor))
         return found
 
     def saved_share(self, key: str, start: int, values: Tensor) -> list[TensorPiece]:

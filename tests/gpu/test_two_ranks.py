@@ -16,12 +16,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FLAGS = ("--precision", "fp32", "--micro-batch", "6")
-NEEDS = {"zero2": "deepspeed", "zero3": "deepspeed"}
+NEEDS = dict.fromkeys(("zero2", "zero3", "zero3-offload"), "deepspeed")
 
 
 @on_device
 @pytest.mark.parametrize(
-    ("strategy", "compiled"), [("ddp", "on"), *((name, "off") for name in ("ddp", "zero2", "zero3", "fsdp2"))]
+    ("strategy", "compiled"),
+    [("ddp", "on"), *((name, "off") for name in ("ddp", "zero2", "zero3", "fsdp2", "fsdp2-offload"))],
 )
 def test_two_ranks_learn_what_one_does(strategy: str, compiled: str, tmp_path: Path) -> None:
     """Compiled after it is wrapped, the model's reduction still overlaps its backward pass."""
@@ -36,10 +37,12 @@ def test_two_ranks_learn_what_one_does(strategy: str, compiled: str, tmp_path: P
 
 
 @on_device
-def test_offloaded_state_resumes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["zero3-offload", "fsdp2-offload"])
+def test_offloaded_state_resumes(strategy: str, tmp_path: Path) -> None:
     """The optimizer's step counter must lie where its fused kernel reads it."""
-    pytest.importorskip("deepspeed")
-    words = ("--strategy", "zero3-offload", "--save-every", "8", "--keep", "9")
+    if strategy in NEEDS:
+        pytest.importorskip(NEEDS[strategy])
+    words = ("--strategy", strategy, "--save-every", "8", "--keep", "9")
     run = ragged(tmp_path, "run", *FLAGS, "--compile", "off", *words, steps=24)
     assert furthest(losses(resumed_from(run, 8)), losses(run)) < 1e-4
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from isobatch.engine.distributed.communicator import Communicator
     from isobatch.engine.strategies.base import Strategy
 
-QUICK = ("ddp", "zero3-gathered", "fsdp2")
+QUICK = ("ddp", "zero3-gathered", "fsdp2", "hsdp:2")
 SHARDED = ("ddp", "zero1", "zero2", "zero3", "zero3-gathered", "fsdp2")
 
 
@@ -47,6 +47,8 @@ def test_what_any_strategy_wrote_any_other_reads(tmp_path: Path) -> None:
 def test_three_processes_read_what_two_wrote(tmp_path: Path) -> None:
     launch(2, str(tmp_path), "write", *SHARDED)
     launch(3, str(tmp_path), "read", *SHARDED)
+    for mode in ("write", "read"):
+        launch(4, str(tmp_path), mode, "hsdp:2")
 
 
 def network() -> Any:
@@ -94,7 +96,8 @@ def strategies(world: Communicator, folder: Path, names: tuple[str, ...]) -> Ite
     from isobatch.tests.unit.helpers import optimizer_of, plan
 
     for name in names:
-        kind, *gathered = name.split("-")
+        kind, _, copies = name.partition(":")
+        kind, *gathered = kind.split("-")
         if gathered:  # DeepSpeed would keep such small weights gathered all the time
             config = json.loads((ROOT / "configs" / "deepspeed" / f"{kind}.json").read_text())
             config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
@@ -104,7 +107,7 @@ def strategies(world: Communicator, folder: Path, names: tuple[str, ...]) -> Ite
         strategy = strategy_class(kind)(
             network(),
             lambda model: optimizer_of(model, Recipe(task="t")),
-            plan(processes=world.size, strategy=kind),
+            plan(processes=world.size, strategy=kind, copies=int(copies or 1)),
             world,
             clip=1.0,
         )

@@ -112,7 +112,17 @@ def test_accelerates_config_decides_the_stage(tmp_path: Path) -> None:
     assert (helpers.summary(tmp_path / "runs" / "run")["strategy"]) == "zero3"
 
 
-def test_a_parameter_that_no_loss_touches_is_refused_under_zero(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "complains"),
+    [
+        ("zero1", "no loss touches idle"),
+        pytest.param("hsdp", "last micro-batch's loss touches no idle", marks=pytest.mark.slow),
+    ],
+)
+def test_a_parameter_that_no_loss_touches_is_refused_under(
+    strategy: str, complains: str, tmp_path: Path
+) -> None:
     task = f"{ROOT}/tests/tasks/failing.py:Unused"
-    words = ["auto", "--task", task, "--quiet", "--processes", "2", "--strategy", "zero1"]
-    assert "no loss touches idle" in complaint(helpers.launch(*words, cwd=tmp_path))
+    words = ["auto", "--task", task, "--quiet", "--processes", "2", "--strategy", strategy]
+    words += ["--copies", "2"] if strategy == "hsdp" else []
+    assert complains in complaint(helpers.launch(*words, cwd=tmp_path))

@@ -83,7 +83,7 @@ LARGE = [
     # 7B, two micro-batches a step at 25 GB/s: sharded over all cards 2 x 13.5 + 27 GB cross the network in
     # each, with a copy on each node (20 x 6.7e9 / 8 = 17 GB a card) 2 x 3/4 x 27 GB of gradients, once.
     ("4x8xa100-80gb@200gbit", SEVEN_B, 512, 32, "hsdp", False),
-    ("4x8xa100-80gb", SEVEN_B, 512, 32, "zero3", False),  # at 100 GB/s that hides behind arithmetic
+    ("4x8xa100-80gb@1600gbit", SEVEN_B, 512, 32, "zero3", False),  # at 200 GB/s arithmetic hides that
     # QLoRA: 6.48e9 x 0.5625 + 0.26e9 x 2 = 4.2 GB of weights; 0.4, 1.2, 0.8 and 0.3 as above: 6.9 of the
     # 10.3 GB that may be used of 12. Without checkpointing 15.
     ("rtx4080-laptop", WITH_QLORA, 1, 1, "single", True),
