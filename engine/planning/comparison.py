@@ -171,13 +171,14 @@ def six_lines(found: Estimate, deadline: float | None = None) -> str:
     share = math.ceil(recipe.batch_size / plan.processes)
     most = min(plan.micro_batch_samples, max(1, plan.micro_batch_tokens // longest), share)
     count = math.ceil(share / most)
+    mesh = " {} x {}".format(*plan.mesh) if plan.copies > 1 else ""
     cut = f"micro-batch {math.ceil(share / count)} x {count} accumulated"
     lines = [
         "memory     fits: {} of {} GB; micro-batch 1 needs {}; {} kept free".format(*shown),
         f"devices    {used} of {there} {unit} used, {idle}{busy}",
         f"time       {time}",
         f"cost       {cost}",
-        f"batch      {plan.strategy}: {cut}, {recipe.batch_size} a step, {found.steps:,} steps",
+        f"batch      {plan.strategy}{mesh}: {cut}, {recipe.batch_size} a step, {found.steps:,} steps",
         "exactness  " + EXACTNESS[plan.invariance].format(plan.precision),
     ]
     return fitted("\n".join(lines))

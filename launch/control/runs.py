@@ -174,8 +174,8 @@ def _row(seen: RunView) -> dict[str, Any]:
 
 
 PLAN = (
-    *("device", "processes", "strategy", "precision", "attention", "compile", "pack", "pad_multiple"),
-    *("micro_batch_samples", "micro_batch_tokens", "activation_checkpointing", "reduction", "invariance"),
+    *("device", "processes", "strategy", "copies", "precision", "attention", "compile", "pack", "reduction"),
+    *("pad_multiple", "micro_batch_samples", "micro_batch_tokens", "activation_checkpointing", "invariance"),
 )
 """Fields of a plan that may move results by rounding, or beyond."""
 FIGURES = ("steps", "train_seconds", "peak_memory_bytes")
