@@ -119,9 +119,7 @@ def test_accelerates_config_decides_the_stage(tmp_path: Path) -> None:
         pytest.param("hsdp", "last micro-batch's loss touches no idle", marks=pytest.mark.slow),
     ],
 )
-def test_a_parameter_that_no_loss_touches_is_refused_under(
-    strategy: str, complains: str, tmp_path: Path
-) -> None:
+def test_a_parameter_that_no_loss_touches_is_refused(strategy: str, complains: str, tmp_path: Path) -> None:
     task = f"{ROOT}/tests/tasks/failing.py:Unused"
     words = ["auto", "--task", task, "--quiet", "--processes", "2", "--strategy", strategy]
     words += ["--copies", "2"] if strategy == "hsdp" else []
