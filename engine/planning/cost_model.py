@@ -262,7 +262,7 @@ def exchange_seconds(
     """
     beside, spare, copies, nodes = 0.0, one_micro_batch, choices.processes, case.nodes(choices.processes)
     size = 4.0 * case.model_size.trainable  # a reduce-scatter and an all-gather, in buckets
-    messages = math.ceil(size / BUCKET_BYTES)
+    messages: float = math.ceil(size / BUCKET_BYTES)
     if choices.traits.shards_weights:
         gather = gather_seconds(case, choices)
         spare = one_micro_batch - micro_batch_seconds(case, choices) - gather
