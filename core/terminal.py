@@ -261,14 +261,16 @@ def _figures(row: dict[str, Any], seconds_left: float) -> tuple[str, ...]:
     )
 
 
-def format_metrics(metrics: Mapping[str, Any], form: str) -> str:
-    """Metrics as `name value` in one line; floats are formatted by `form`, such as .4f."""
+def format_metrics(metrics: Mapping[str, Any], form: str, between: str = "  ") -> str:
+    """Metrics as `name value`, in one line unless `between` parts them; floats are formatted by `form`, such
+    as .4f.
+    """
     words = [
         f"{name} {value:{form}}" if isinstance(value, float) else f"{name} {value}"
         for name, value in metrics.items()
         if isinstance(value, float | int | str)
     ]
-    return "  ".join(words)
+    return between.join(words)
 
 
 def print_lines(*lines: object, quiet: bool = False) -> None:

@@ -292,7 +292,8 @@ def decode(block: bytes, file: Path, offset: int = 0) -> str:
         return block.decode("utf-8").removeprefix("\ufeff" if offset == 0 else "")
     except UnicodeDecodeError as error:
         raise UserError(
-            f"{file}: byte {offset + error.start} is not UTF-8: convert it (iconv -f latin1 -t utf-8)"
+            f"{file}: byte {offset + error.start} is not UTF-8: save it as CSV UTF-8 in Excel, or"
+            " convert it (iconv -f latin1 -t utf-8)"
         ) from None
 
 

@@ -52,10 +52,16 @@ class FolderTakenError(UserError):
         super().__init__(f"{folder} exists and is another run's or not a run: choose --name or --out")
 
 
+def run_around(path: Path) -> Path | None:
+    """The run that a path lies in, itself not one."""
+    found = (one for one in path.absolute().parents if (one / "recipe.json").is_file())
+    return next((Path(os.path.relpath(one)) for one in found), None)
+
+
 def no_run(path: Path) -> str:
     """Why a path is no run, with the run that may be meant: around it, in it, or called like it."""
-    if run := next((one for one in path.absolute().parents if (one / "recipe.json").is_file()), None):
-        return f"{path} is not a run but inside one: give {os.path.relpath(run)}"
+    if run := run_around(path):
+        return f"{path} is not a run but inside one: give {run}"
     if within := [str(run.folder) for run in list_runs(path)]:
         return f"{path} is not a run but a folder of runs: give one, as {' or '.join(within[-3:])}"
     if (path / SWEEP).is_file():

@@ -16,6 +16,7 @@ from isobatch.core.errors import DONE, UserError
 from isobatch.core.measures import printable
 from isobatch.core.terminal import doing, print_answer
 from isobatch.data.text.chat_templates import ChatSegment, ChatTemplate, template_in
+from isobatch.engine.runs.run_folder import no_run
 from isobatch.launch.commands.evaluate import require_capability
 from isobatch.launch.local.arguments import command_options, read_command, split_words
 from isobatch.launch.local.run_setup import AnswerOptions, TrustOptions, one_run, open_run
@@ -99,7 +100,7 @@ def plain_model(where: str) -> LanguageModel | None:
     found = atomic_files.read_json(adapter if adapter.is_file() else config)
     kinds = [*(found.get("architectures") or []), str(found.get("task_type"))]
     if not any(kind.endswith(("ForCausalLM", "LMHeadModel", "CAUSAL_LM")) for kind in kinds):
-        raise UserError(f"{where}: is no run, and its model writes no text ({kinds[0]}): give another")
+        raise UserError(f"{no_run(path)}; its model writes no text: {kinds[0]}")
     return LanguageModel(
         template_in(path), lambda bits: partial(TextStream, *open_for_generation(path, bits or 16))
     )

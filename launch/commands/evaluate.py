@@ -17,8 +17,11 @@ from isobatch.core.terminal import format_metrics, print_answer, print_lines
 from isobatch.data.base import TEST, fingerprint
 from isobatch.data.digests import file_hash
 from isobatch.engine.registry import workload_of
-from isobatch.launch.local.run_setup import DataOptions, locate_data, open_single_run, plan_for_this_machine
+from isobatch.engine.runs.run_folder import run_around
+from isobatch.launch.local.arguments import read_command
+from isobatch.launch.local.run_setup import DataOptions, locate_data, one_run, open_run, plan_for_this_machine
 from isobatch.models import hub, lora
+from isobatch.models.encoder.prediction import onnx_file
 from isobatch.models.protocols import Generates, KeepsBaselines
 
 if TYPE_CHECKING:
@@ -50,26 +53,34 @@ class EvaluateOptions(DataOptions):
 def evaluate(words: Sequence[str]) -> int:
     """Usage: evaluate RUN [--split valid | --test FILE | --lm-eval TASKS] [--json]
 
-    The newest checkpoint on held-out data.
+    The newest checkpoint on held-out data. RUN may be an ONNX file of a classifier in its run, or the folder
+    of one, such as RUN/chosen: then that is measured.
     """
-    run, options = open_single_run(words, "evaluate", EvaluateOptions)
+    positional, options = read_command(words, EvaluateOptions, "evaluate")
+    place = Path(one_run(positional, "evaluate")).expanduser()
+    form, around = onnx_file(place), run_around(place)
+    if form and not around:
+        raise UserError(f"{place}: is in no run, by which rows are read: evaluate it there, as RUN/chosen")
+    run = open_run((form and around) or place, options.trust)
     given = {"--split": options.split, "--test": options.test, "--lm-eval": options.lm_eval}
     if len(both := [flag for flag, value in given.items() if value]) > 1:
         raise UserError(f"{' and '.join(both)} exclude each other: give one of them")
     if options.limit and not options.lm_eval:
         raise UserError(f"--limit {options.limit}: is for --lm-eval")
-    metrics, kept = (_ask_harness if options.lm_eval else _measure_samples)(run, options)
+    metrics, kept = _ask_harness(run, options) if options.lm_eval else _measure_samples(run, options, form)
     try:
         if kept:
             run.keep_evaluation(kept)
     except UserError as error:  # its folder cannot be written: the figures are only printed
         print_lines(f"not kept: {error}")
-    lines = (f"{name}: {format_metrics(found, '.6g')}" for name, found in metrics.items())
+    lines = (": ".join((name, format_metrics(found, ".6g", "\n  "))) for name, found in metrics.items())
     return print_answer(metrics, "\n".join(lines), options.json)
 
 
-def _measure_samples(run: RunFolder, options: EvaluateOptions) -> Measured:
-    """Metrics of each split, also of baselines that are kept beside the model. Raises UserError."""
+def _measure_samples(run: RunFolder, options: EvaluateOptions, form: Path | None) -> Measured:
+    """Metrics of each split, also of baselines that are kept beside the model; of its ONNX file `form` where
+    one is given. Raises UserError.
+    """
     from isobatch.engine.train.evaluate import host_batches
 
     replay, checkpoint = replay_trained(run, options.data)
@@ -78,18 +89,20 @@ def _measure_samples(run: RunFolder, options: EvaluateOptions) -> Measured:
     splits = [options.split] if options.split else [s for s in run.facts.samples if s != "train"]
     with replay.builder, tempfile.TemporaryDirectory() as folder:
         splits = [_hold_out(replay, options.test, Path(folder))] if options.test else splits
-        state, metrics = replay.state, {name: replay.evaluate(name) for name in splits}
+        state, metrics = replay.state, {name: {} if form else replay.evaluate(name) for name in splits}
         for name, found in metrics.items():
             if isinstance(state.task, KeepsBaselines) and run.final.is_dir():
                 facts = state.facts if options.test else None
+                model, beside = (form, form.parent) if form else (state.model, run.final)
                 found |= state.task.kept_metrics(
-                    state.model, run.final, lambda split=name: host_batches(state.splits[split]), facts
+                    model, beside, lambda split=name: host_batches(state.splits[split]), facts
                 )
     unfinished = "" if run.status() == "done" else f"; the run is not finished ({run.status()})"
-    print_lines(f"{run.folder}: checkpoint {checkpoint}{unfinished}")
+    print_lines(str(form) if form else f"{run.folder}: checkpoint {checkpoint}{unfinished}")
     if not options.test:
         return metrics, {}
     row = {"data": options.test, "digest": file_hash(Path(options.test).expanduser())}
+    row |= {"form": str(form.resolve().relative_to(run.folder.resolve()))} if form else {}
     return metrics, {**row, "checkpoint": checkpoint, "metrics": metrics[splits[0]]}
 
 

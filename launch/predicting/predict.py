@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -157,7 +157,7 @@ class Answerer:
         """
         unanswered: dict[str, list[tables.UnansweredRowError]] = defaultdict(list)
         blank: dict[str, Any] = {}
-        rows, left_out = self.rows, list[str]()
+        rows, left_out, withheld = self.rows, list[str](), Counter[bool]()
         if isinstance(rows, tables.UserReader):
             rows = dataclasses.replace(rows, left_out=left_out)
         waiting = iter(tables.read_table(file, columns=[rows.column, rows.pair]))
@@ -175,11 +175,14 @@ class Answerer:
                 raise next(iter(unanswered.values()))[0]
             answers = dict(zip(samples, self.predict(list(samples.values())), strict=True))
             blank = blank or _without_values(next(iter(answers.values())))
+            withheld.update(one["abstained"] for one in answers.values() if "abstained" in one)
             yield [tables.beside(row, answers.get(place, blank)) for place, (_, row) in enumerate(chunk)]
         said = [
             f"{counted(len(errors), 'row')} without an answer ({why}); the first: {errors[0]}"
             for why, errors in unanswered.items()
         ]
+        if withheld:
+            said.append(f"abstained: {withheld[True]:,} of {withheld.total():,} answers are not sure enough")
         if left_out:
             said.insert(0, f"{counted(len(left_out), 'unknown item')} left out: {left_out[0]}")
         if isinstance(self.predict, prediction.TextClassifier) and (drifted := self.predict.drift()):

@@ -302,14 +302,22 @@ class Classifier(Task):
         return problems.of_folder(final).settled_metrics(lambda: evaluation.predict(run, batches()))
 
     def kept_metrics(self, model: Any, final: Path, batches: Batches, facts: Any) -> Mapping[str, Any]:
-        found = evaluation.predict(evaluation.torch_runner(model), batches())
-        problem, settled = problems.of_model(model), problems.of_folder(final)
+        """`model` may be an ONNX file in `final`."""
+        run = evaluation.onnx_runner(model) if isinstance(model, Path) else evaluation.torch_runner(model)
+        found, settled = evaluation.predict(run, batches()), problems.of_folder(final)
+        problem = type(settled)(settled.labels)
         evidence = problem.evidence(found)
-        interval = "{:.4f} to {:.4f}".format(*problem.interval(evidence))
         # All of one pass: the loop's own may be in half precision.
-        metrics = {**problem.figures(evidence), "samples": len(evidence)}
-        metrics[f"{problem.headline} within"] = interval
-        metrics |= settled.settled_metrics(lambda: found)
+        metrics: dict[str, Any] = {"samples": len(evidence), problem.headline: 0.0}
+        metrics[f"{problem.headline} within"] = "{:.4f} to {:.4f}".format(*problem.interval(evidence))
+        metrics |= problem.figures(evidence) | settled.settled_metrics(lambda: found)
+        text = "{coverage:.1%} answered, {precision:.1%} of these right, from probability {threshold:.3g} on"
+        for wanted, of in metrics.get("abstaining", {}).items():
+            metrics[f"with --precision {wanted}"] = text.format(**of)
+        table = problem.table("", problem.detail(evidence))
+        for name, *cells in table.rows[: problems.MOST_ANSWERS]:
+            said = map(" ".join, zip(table.head[1:5], cells, strict=False))
+            metrics[f"{table.head[0]} {name}"] = ", ".join(said)
         if metrics.get("temperature") == 1 and (known := settled.kept.confidences):
             metrics["temperature is 1 as of"] = f"too few rows ({int(known.answered[-1]):,}), all right"
         for one in simple.standings(problem, found, simple.measured(facts, batches) if facts else ()):

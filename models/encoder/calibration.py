@@ -99,6 +99,11 @@ class Confidences:
                 last = max(last, place)
         return None if last < 0 else float(self.confidence[last])
 
+    def shown(self) -> dict[str, float]:
+        """SHOWN_PRECISIONS that they can show, each with its threshold."""
+        found = ((f"{one:g}", self.threshold(one)) for one in SHOWN_PRECISIONS)
+        return {name: threshold for name, threshold in found if threshold is not None}
+
 
 def binomial_tail(successes: int, trials: int, chance: float) -> float:
     """The probability of at most so many successes; `chance` is above 0 and below 1."""
@@ -131,15 +136,11 @@ class Calibration:
         """Of held-out answers: what the temperature does, and how many are given how well from where on."""
         confidence = class_metrics.softmax(found.logits / self.temperature).max(1)
         error = class_metrics.calibration_error(confidence, found.is_correct)
-        assert self.confidences is not None, "it was fitted"
         abstaining = {}
-        for precision in SHOWN_PRECISIONS:
-            if (threshold := self.confidences.threshold(precision)) is not None:
-                right = found.is_correct[confidence >= threshold]
-                figures = {"threshold": threshold, "coverage": len(right) / len(confidence)}
-                abstaining[f"{precision:g}"] = figures | {
-                    "precision": float(right.mean()) if len(right) else 1.0
-                }
+        for precision, threshold in (self.confidences.shown() if self.confidences else {}).items():
+            right = found.is_correct[confidence >= threshold]
+            figures = {"threshold": threshold, "coverage": len(right) / len(confidence)}
+            abstaining[precision] = figures | {"precision": float(right.mean()) if len(right) else 1.0}
         return {"temperature": self.temperature, "calibration_error_after": error, "abstaining": abstaining}
 
     def save(self, folder: Path) -> None:

@@ -140,6 +140,7 @@ def copy_beside(final: Path, folder: Path, *more: str) -> None:
             shutil.copy(file, folder)
     kept, config = Calibration.open(final), json.loads((final / "config.json").read_text(encoding="utf-8"))
     settled = {"temperature": kept.temperature, "thresholds": np.asarray(kept.thresholds).tolist()}
+    settled |= {"abstaining": kept.confidences.shown()} if kept.confidences else {}
     config["isobatch"] = {**(config.get("isobatch") or {}), **settled}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 

@@ -6,6 +6,7 @@ Letters: B samples of a batch, T tokens, C classes, n texts.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ import numpy as np
 from isobatch.core.errors import UserError
 from isobatch.models import hub, saving
 from isobatch.models.encoder import drift, evaluation, problems
-from isobatch.models.encoder.calibration import DOUBT
+from isobatch.models.encoder.calibration import DOUBT, STARTS
 from isobatch.models.encoder.class_metrics import softmax
 from isobatch.models.encoder.drift import Profile
 from isobatch.models.encoder.evaluation import Runner
@@ -83,15 +84,16 @@ class TextClassifier:
         """It gives only answers of which validation shows that so many are right. Raises UserError."""
         known = self.problem.kept.confidences
         if known is None:
-            why = "it was trained before that was kept: train it again"
-            if not self.problem.has_confidence:
-                why = "a threshold needs answers of one class a text"
+            old, other = "it is of an earlier version: train it again", "its answers are not one class a text"
+            why = old if self.problem.has_confidence else f"{other}: leave it out"
             raise UserError(f"--precision {precision:g}: the model has no confidences of validation: {why}")
         if (threshold := known.threshold(precision)) is None:
             rows, wrong = int(known.answered[-1]), int(known.wrong[-1])
+            less, needed = [*known.shown(), "less"][-2:][0], math.log(DOUBT / len(STARTS), precision)
             raise UserError(
-                f"--precision {precision:g}: {rows:,} validation rows, {wrong:,} of them answered wrong,"
-                f" show it of no answers with {100 * (1 - DOUBT):g} % confidence: ask for less, or take more"
+                f"--precision {precision:g}: {rows:,} validation rows, {wrong:,} of them answered wrong, show"
+                f" it of no answers with {100 * (1 - DOUBT):g} % confidence ({math.ceil(needed):,} sure ones,"
+                f" all right, would): ask for {less}, or train with more: --valid 0.3, or --valid FILE"
             )
         return replace(self, threshold=threshold)
 

@@ -16,13 +16,19 @@ from pyarrow import parquet
 
 import isobatch
 from isobatch.core.errors import UserError
+from isobatch.launch.commands.evaluate import evaluate
+from isobatch.launch.commands.export import export
 from isobatch.launch.predicting.predict import predict
+from isobatch.launch.report.page import report
+from isobatch.launch.serving.command import ServeOptions, make_app
 from isobatch.models.encoder.calibration import Calibration, Confidences
+from isobatch.models.encoder.export import copy_beside
 from isobatch.tests.integration.helpers import launch, port_of, post, predicted, predictions, succeed
 from isobatch.tests.integration.test_bad_input import complaint
 from isobatch.tests.paths import REGISTER, ROOT
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 LENGTHS = (1, 3, 9, 30, 2, 9, 60)
@@ -148,7 +154,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
         ["runs/small/final", "a", "--neighbours", "2"],
         "changes nothing of an ONNX file",
     ),
-    "too few to show it": (["runs/one", "a", "--precision", "0.99"], "show it of no answers with 95 %"),
+    "too few to show it": (["runs/one", "a", "--precision", "0.99"], "459 sure ones, all right, would"),
     "unfinished": (["runs/begun", "a"], "`resume runs/begun` goes on with it"),
 }
 
@@ -189,7 +195,61 @@ def test_the_nearest_training_texts_are_told_as_written(home: Path, monkeypatch:
         predictions(home, "runs/one", TEXTS[0], "--neighbours", "3")
 
 
-def test_an_answer_that_is_not_sure_enough_is_withheld(home: Path, tmp_path: Path) -> None:
+COMMANDS: dict[str, Callable[[list[str]], Any]] = {
+    **{"predict": lambda words: predict([*words, "a"]), "evaluate": evaluate, "export": export},
+    **{"report": report, "serve": lambda words: make_app(*words, ServeOptions())},
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_folder_in_a_run_is_taken_or_answered_with_its_run(
+    command: str, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """ONNX files answer, are served and measured; of all else the run is named."""
+    monkeypatch.chdir(home)
+    (home / "runs" / "one" / "exports" / "dense").mkdir(parents=True, exist_ok=True)
+    shutil.copy(home / "runs" / "one" / "final" / "config.json", home / "runs" / "one" / "exports" / "dense")
+    chosen = shutil.copytree(
+        home / "runs" / "small" / "final", home / "runs" / "small" / "chosen", dirs_exist_ok=True
+    )
+    for place in (
+        "small/chosen",
+        "small/chosen/model-int4.onnx",
+        "one/final",
+        "one/exports/dense",
+        "one/checkpoints",
+    ):
+        if place.startswith("small") and command in ("predict", "serve"):
+            COMMANDS[command]([f"runs/{place}"])
+        if place.startswith("small") and command in ("predict", "evaluate", "serve"):
+            continue
+        with pytest.raises(UserError, match=f"inside one: give runs/{place.partition('/')[0]}") as caught:
+            COMMANDS[command]([f"runs/{place}"])
+        assert "\n" not in str(caught.value)
+    if command == "evaluate":
+        right = Confidences.of(np.linspace(0.3, 1, 300), np.ones(300, bool))
+        Calibration(1.0, right, None).save(chosen)
+        capsys.readouterr()
+        evaluate(["runs/small/chosen", "--test", "texts.jsonl", "--json"])
+        measured = json.loads(capsys.readouterr().out)["texts.jsonl"]
+        rows = [json.loads(line) for line in (home / "texts.jsonl").read_text().splitlines()]
+        answers = predictions(home, "runs/small/chosen", *(row["text"] for row in rows))
+        given = [one["probability"] >= 0.3 for one in answers]
+        assert measured["with --precision 0.9"].startswith(f"{sum(given) / len(given):.1%} answered, ")
+        assert measured["with --precision 0.9"].endswith(" of these right, from probability 0.3 on")
+        right = sum(one["prediction"] == row["label"] for one, row in zip(answers, rows, strict=True))
+        assert (measured["samples"], measured["accuracy"]) == (len(rows), pytest.approx(right / len(rows)))
+        assert sum(name.startswith("class ") for name in measured) == len(SOUNDS) + 1  # and their mean
+        (kept,) = [json.loads(line) for line in (home / "runs" / "small" / "evaluations.jsonl").open()]
+        assert kept["form"] == "chosen/model-int4.onnx"
+        shutil.copytree(chosen, home / "shipped")
+        with pytest.raises(UserError, match="is in no run, by which rows are read"):
+            evaluate(["shipped", "--test", "texts.jsonl"])
+
+
+def test_an_answer_that_is_not_sure_enough_is_withheld(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     final = tmp_path / "final"
     shutil.copytree(home / "runs" / "small" / "final", final)
     every = predictions(tmp_path, "final", *TEXTS)
@@ -203,6 +263,18 @@ def test_an_answer_that_is_not_sure_enough_is_withheld(home: Path, tmp_path: Pat
     for row, before in zip(found, every, strict=True):
         assert row["prediction"] == (None if row["abstained"] else before["prediction"])
         assert row["probabilities"] == before["probabilities"]
+    (shipped := tmp_path / "shipped").mkdir()
+    copy_beside(final, shipped)  # what a service of others reads
+    kept = json.loads((shipped / "config.json").read_text())["isobatch"]["abstaining"]
+    assert kept == dict.fromkeys(("0.9", "0.95", "0.98"), pytest.approx(between))  # .99 takes 459 right ones
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "new.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    for flags, withheld in ((["--precision", "0.9"], sum(row["abstained"] for row in found)), ([], None)):
+        capsys.readouterr()
+        assert predict(["final", "--file", "new.jsonl", *flags]) == 0
+        said = capsys.readouterr().err
+        assert ("abstained" in said) == (withheld is not None)
+        assert withheld is None or f"abstained: {withheld} of {len(TEXTS)} answers" in said
 
 
 def test_a_threshold_withholds_answers_and_labels(home: Path) -> None:
@@ -241,9 +313,14 @@ def test_the_program_of_the_docs_answers_as_predict(
     asked = (
         [["the cow sleeps", "a dog sleeps"], ["a", "b c"]] if run == "pair" else [[text] for text in TEXTS]
     )
+    config, least = json.loads((folder / "config.json").read_text()), 0.0
+    if run == "small":  # with a threshold, as if validation had shown one
+        least = sorted(row["probability"] for row in predictions(tmp_path, "shipped", *TEXTS))[3]
+        config["isobatch"]["abstaining"] = {"0.9": least}
+        (folder / "config.json").write_text(json.dumps(config))
     blocked = f"import sys\nfor one in {BLOCKED}: sys.modules[one] = None\n"
     done = subprocess.run(
-        [sys.executable, "-c", blocked + PROGRAM[1], str(folder)],
+        [sys.executable, "-c", blocked + PROGRAM[1], str(folder), *(["0.9"] if least else [])],
         input="".join("\t".join(texts) + "\n" for texts in asked),
         capture_output=True,
         text=True,
@@ -261,7 +338,7 @@ def test_the_program_of_the_docs_answers_as_predict(
     assert f"{form.replace('onnx', 'model')}.onnx: " in said
     assert f" {100 * figure:.1f} % on {score['samples']} valid samples" in said
     for found, wanted in zip(answers, expected, strict=True):
-        assert found["prediction"] == wanted["prediction"]
+        assert found["prediction"] == (wanted["prediction"] if found.get("probability", 1) >= least else None)
         assert found.get("probability") == pytest.approx(wanted.get("probability"), abs=1e-6)
         assert found["probabilities"] == pytest.approx(wanted["probabilities"], abs=1e-6)
 
