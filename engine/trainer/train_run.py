@@ -265,7 +265,7 @@ def _headline(state: Training, builder: Builder) -> str:
         f"{recipe.task}: {state.facts.samples['train']:,} samples, global batch"
         f" {recipe.batch_size}, {steps:,} steps on {world.size} x"
         f" {world.device.type} in {plan.precision} ({plan.invariance});"
-        f" about {format_duration(seconds)}, evaluations included"
+        f" about {format_duration(seconds)} on an idle machine, evaluations included"
         + (f"\n{size.remark}" if size.remark else "")
         + (f"\n{steps} steps hardly change a model: --epochs {epochs} makes {FEW_STEPS}" if few else "")
     )

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, UserError
 from isobatch.core.extras import need
-from isobatch.core.measures import printable
+from isobatch.core.measures import counted, printable
 from isobatch.core.package import call_in_child
-from isobatch.core.terminal import doing, on_screen, print_answer, rendered, table
+from isobatch.core.terminal import doing, on_screen, print_answer, print_lines, rendered, table
 from isobatch.engine.machine.detect import cpu_model, detect
 from isobatch.engine.runs.run_folder import SWEEP, RunFolder
 from isobatch.launch.local.arguments import read_command
@@ -52,6 +52,8 @@ def report(words: Sequence[str]) -> int:
     positional, options = read_command(words, ReportOptions, "report")
     if not positional:
         raise UserError("report: give the folders of one or more runs, the baseline first")
+    if Path(options.to or "").suffix.lower() in (".html", ".pdf", ".md", ".json"):
+        raise UserError(f"--to {options.to}: give a folder: a browser prints the report.html in it as PDF")
     folders = [Path(place).expanduser() for place in positional]
     found = {one: sweeps.read(one, options.metric) for one in folders if (one / SWEEP).is_file()}
     if options.metric and not found:
@@ -111,13 +113,9 @@ class Contents:
     drawings: list[Drawing]
     above: Sequence[PagePart] = ()
 
-    def verdicts(self) -> list[str]:
-        """What the models are worth, a sentence each."""
-        return comparison.verdicts(self.models) if self.models else []
-
     def to_dict(self) -> dict[str, Any]:
         """The object of report.json."""
-        found = {"machine": self.machine, "runs": self.runs, "verdicts": self.verdicts()}
+        found = {"machine": self.machine, "runs": self.runs, "verdicts": comparison.verdicts(self.models)}
         return {**found, "models": self.models}
 
 
@@ -130,7 +128,7 @@ def collect(runs: Sequence[RunFolder], above: Sequence[PagePart]) -> Contents:
         if isinstance(report, comparison.ClassifierReport) and run.status() == "done":
             models += _measure(run, report)
     if models:
-        doing("measuring the models in turn")
+        print_lines(f"measuring the speed of {counted(len(models), 'model')} in turn, in nine rounds")
         models = comparison.compare(comparison.measure_in_turn(models, call_in_child))
     doing("reading the runs")
     read = [records.read_records(run, task) for run, task in zip(runs, tasks, strict=True)]
@@ -140,7 +138,7 @@ def collect(runs: Sequence[RunFolder], above: Sequence[PagePart]) -> Contents:
 
 def _measure(run: RunFolder, report: comparison.ClassifierReport) -> list[ReportRow]:
     """A row for each form of the run's model; none where no split is held out."""
-    doing(f"measuring {run.folder.name}")
+    print_lines(f"measuring every form of {run.folder.name} on held-out samples")
     split, batches = held_out(run)
     if split == "train":
         return []
@@ -176,7 +174,7 @@ def summary_parts(contents: Contents) -> Iterator[PagePart]:
     yield from (PagePart("verdict", f"{run['run']}: {run['remark']}") for run in runs if run.get("remark"))
     for title, rows in baselines_tables(unmeasured):
         yield from (PagePart("h2", title), PagePart("table", rows=rows))
-    yield from (PagePart("verdict", verdict) for verdict in contents.verdicts())
+    yield from (PagePart("verdict", verdict) for verdict in comparison.verdicts(models))
     if models:
         yield PagePart("table", rows=[comparison.columns(models), *map(comparison.cells, models)])
         yield PagePart("note", comparison.caption(models[0], contents.machine))
@@ -199,7 +197,8 @@ def parts_of(contents: Contents) -> Iterator[PagePart]:
             yield from (PagePart("h2", f"Sample of {run['run']}"), PagePart("sample", str(run["sample"])))
         if run["later"]:
             yield PagePart("h2", f"Measured after training: {run['run']}")
-            yield PagePart("texts", rows=[["when", "on", "figures"], *run["later"]])
+            yield PagePart("note", "The newest first; without its line in evaluations.jsonl one is left out.")
+            yield PagePart("texts", rows=run["later"])
         if run["answers"]:
             yield PagePart("h2", f"Held-out prompts before and after training: {run['run']}")
             yield PagePart("texts", rows=[["prompt", "reference", "before", "after"], *run["answers"]])

@@ -15,17 +15,14 @@ from isobatch.core.measures import format_bytes, printable
 from isobatch.core.terminal import table
 from isobatch.models.encoder import problems
 from isobatch.models.encoder.export import copy_beside
+from isobatch.models.encoder.latency import ALL_THREADS, BATCHES
 
 if TYPE_CHECKING:
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.models.protocols import ReportRow
 
-TIMED = {
-    "batch_1": "1 text",
-    "batch_32": "32 texts",
-    "batch_1_all_threads": "1 text, all threads",
-    "batch_32_all_threads": "32 texts, all threads",
-}
+THREADS = {"": "", ALL_THREADS: ", all threads"}
+TIMED = {f"batch_{n}{end}": f"{n} text{'s'[: n - 1]}{of}" for end, of in THREADS.items() for n in BATCHES}
 """Field of a row with times -> of what."""
 
 

@@ -17,7 +17,7 @@ from isobatch.core.terminal import print_lines
 from isobatch.engine import consent
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.log_reader import damaged_rows, thinned_rows
-from isobatch.launch.report.tables import format_value
+from isobatch.launch.report.tables import format_value, in_words, side_by_side
 from isobatch.models.capabilities import monitor_of
 from isobatch.models.protocols import Drawing, Reports, TaskReport
 
@@ -101,7 +101,7 @@ def read_records(run: RunFolder, task: Task | None) -> dict[str, Any]:
             for row in _thinned([row for row in steps if any(name in row for name in reported)])
         ],
         "answers": answers_table(run),
-        "later": list(_later_evaluations(run)),
+        "later": later_evaluations(run),
         "use": list(use_table(_curve(steps, CURVES), summary, plan)),
         "notes": notes,
     }
@@ -121,15 +121,19 @@ def answers_table(run: RunFolder) -> list[list[str]]:
     return list(table.values())
 
 
-def _later_evaluations(run: RunFolder) -> Iterator[list[str]]:
-    """When, on what, and the figures, of each evaluation after training."""
-    for row in atomic_files.rows_in(run.evaluations):
-        found = row.get("metrics")
-        if isinstance(found, dict):
-            tasks = found if all(isinstance(v, dict) for v in found.values()) else {row.get("data"): found}
-            for name, figures in tasks.items():
-                shown = ", ".join(f"{key} {format_value(v)}" for key, v in figures.items())
-                yield [str(row.get("when")), str(name), shown]
+def later_evaluations(run: RunFolder) -> list[list[str]]:
+    """A table with a column for each of the six newest evaluations after training, the last one first."""
+    columns: list[dict[str, str]] = []
+    for row in reversed([*atomic_files.rows_in(run.evaluations)]):
+        if not isinstance(found := row.get("metrics"), dict):
+            continue
+        when = str(row.get("when")).replace("T", " ")[:16] + " UTC"
+        of = found if all(isinstance(v, dict) for v in found.values()) else {row.get("data"): found}
+        for name, figures in of.items():
+            head = ", ".join(str(part) for part in (name, row.get("form"), when) if part)
+            shown = {in_words(n): format_value(v) for n, v in figures.items() if type(v) not in (dict, list)}
+            columns.append({"": head, **shown})
+    return side_by_side(columns[:6])
 
 
 def _shown(text: Any) -> str:

@@ -30,6 +30,11 @@ def runs_table(runs: list[dict[str, Any]]) -> list[list[str]]:
             cells["trained"] = _figure(run["trainable_parameters"], "{:,}".format)
         cells["memory"] = _figure(run["peak_memory_bytes"], format_bytes)
         columns.append(cells | {"training": _figure(run["train_seconds"], "{:,.0f} s".format)})
+    return side_by_side(columns)
+
+
+def side_by_side(columns: Sequence[Mapping[str, str]]) -> list[list[str]]:
+    """A row for each name in any of them, with its cell in each."""
     names = dict.fromkeys(itertools.chain(*columns))
     return [[name, *(cells.get(name, "") for cells in columns)] for name in names]
 

@@ -151,11 +151,10 @@ def caption(row: ReportRow, machine: str) -> str:
 
 def verdicts(rows: list[ReportRow]) -> list[str]:
     """Who is ahead; and of each run the last form, which is the one to ship."""
-    first = rows[0]
     baselines = {row["runtime"]: row for row in reversed(rows)}
-    last = {row["run"]: row for row in rows if row["run"] != first["run"]}
-    against = (_worth_against(row, first, baselines[row["runtime"]]) for row in last.values())
-    return [_who_is_ahead(rows), *against]
+    last = {row["run"]: row for row in rows if row["run"] != rows[0]["run"]}
+    against = [_worth_against(row, rows[0], baselines[row["runtime"]]) for row in last.values()]
+    return [_who_is_ahead(rows), *against] if rows else []
 
 
 def tables(row: ReportRow) -> list[ReportTable]:

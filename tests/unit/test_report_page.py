@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from isobatch.core.errors import UserError
 from isobatch.core.facts import Facts
 from isobatch.engine.registry import workload
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.report.page import report, write_report
-from isobatch.launch.report.records import draw_figure, drawings_of, training_panels
+from isobatch.launch.report.records import draw_figure, drawings_of, later_evaluations, training_panels
 from isobatch.tests.unit.helpers import plan
 
 if TYPE_CHECKING:
@@ -66,6 +67,29 @@ def test_plots_go_where_they_are_wanted(run: RunFolder, tmp_path: Path) -> None:
     assert sorted(run.folder.iterdir()) == before
     assert report(["--png", str(run.folder), str(run.folder), "--to", str(tmp_path / "both")]) == 0
     assert (tmp_path / "both" / "a run" / "training.png").is_file(), "several have a folder each"
+
+
+@pytest.mark.parametrize("to", ["a.pdf", "b.HTML", "c.md", "d.json"])
+def test_a_report_is_a_folder_and_no_file(to: str, run: RunFolder, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"give a folder: a browser prints the report\.html in it as PDF"):
+        report([str(run.folder), "--to", str(tmp_path / to)])
+    assert not (tmp_path / to).exists()
+
+
+def test_later_evaluations_stand_side_by_side_the_newest_first(run: RunFolder) -> None:
+    """Also those of a received run, which may say anything."""
+    figures = {"samples": 50, "accuracy": 0.9, "accuracy within": "0.79 to 0.96", "confusion": [[1]]}
+    for number in range(8):
+        run.keep_evaluation({"data": f"{number}.csv", "metrics": {**figures, "accuracy": number / 10}})
+    run.keep_evaluation({"data": "last.csv", "form": "chosen/m.onnx", "metrics": figures | {"class a": "x"}})
+    run.keep_evaluation({"data": None, "metrics": ["none"]})
+    run.keep_evaluation({"lm_eval": "t", "metrics": {"arc": {"acc": 0.5}}})
+    head, *rows = later_evaluations(run)
+    when = r"\d{4}-\d\d-\d\d \d\d:\d\d UTC"
+    for cell, name in zip(head[1:], ("arc", "last.csv, chosen/m.onnx", *"7654"), strict=True):
+        assert re.fullmatch(rf"{re.escape(name)}(\.csv)?, {when}", cell)
+    assert ["accuracy", "", "0.9", "0.7", "0.6", "0.5", "0.4"] in rows
+    assert {name for name, *_ in rows} == {"acc", "samples", "accuracy", "accuracy within", "class a"}
 
 
 @pytest.mark.parametrize(
