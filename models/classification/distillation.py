@@ -72,12 +72,14 @@ class DistilledClassifier(Classifier):
         return self._model_name if is_classifier(self._model_name, self.recipe.revision) else None
 
     def check(self) -> None:
+        if (config := self._initial_config()) is not None:
+            encoders.sizes_from_config(config, self._model_name)
         super().check()
         path, student = self._teacher_path(), self._model_name
         if path is None or (hub.is_id(path) and not Path(path).is_dir() and hub.snapshot(path) is None):
             return
         teacher = hub.load_config(path, None, "--teacher")
-        widths = {hidden_width(self._initial_config()), hidden_width(teacher)}
+        widths = {one.get("hidden_size") or one.get("dim") for one in (config or {}, teacher)}
         differs = path != student and hub.tokenizer_vocabulary(student) != hub.tokenizer_vocabulary(path)
         headless = "has no classification head: train one with `auto --task classifier`"
         strange = f"its tokenizer is not that of {student}: both must read the same tokens"
@@ -184,8 +186,3 @@ def is_classifier(name: str, revision: str | None) -> bool:
     architectures = hub.load_config(name, revision).get("architectures") or []
     heads = tuple(f"For{problem.head}" for problem in problems.PROBLEMS.values())
     return any(str(kind).endswith(heads) for kind in architectures)
-
-
-def hidden_width(config: Mapping[str, Any] | None) -> Any:
-    """Width of the hidden states, by the config key of any family; None if there is none."""
-    return (config or {}).get("hidden_size") or (config or {}).get("dim")

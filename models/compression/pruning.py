@@ -76,15 +76,13 @@ class Pruning(DistilledClassifier):
         return [*phases, Phase(name="recover", share=recover)] if recover else phases
 
     def check(self) -> None:
-        if (config := self._initial_config()) is not None:
-            encoders.sizes_from_config(config, self._model_name)
         super().check()
         options, every = self.options, self.options.prune_every
         no_share = isinstance(every, Interval) and (every.unit != "percent" or not every.value)
         whole = f"--ramp {options.ramp:g}: with --recover {options.recover:g} that is more than the whole run"
         unclear = f"--prune-every {every}: give steps, or a share of the ramp such as 20%"
         refuse({unclear: no_share, whole: options.ramp + options.recover > 1 + 1e-9})
-        if config is None:
+        if (config := self._initial_config()) is None:
             return
         budget = self._budget(config)
         neurons, most = budget.sizes.neurons, budget.max_sparsity

@@ -70,8 +70,6 @@ class QAT(DistilledClassifier):
         return [Phase(name="train", early_stopping=False), Phase(name="qat", share=0.5, rounds=True)]
 
     def check(self) -> None:
-        if (config := self._initial_config()) is not None:
-            encoders.sizes_from_config(config, self._model_name)
         super().check()
         # Said before it trains: its last act is to write such a file.
         for library in ("onnx", "onnxruntime", "onnxscript"):

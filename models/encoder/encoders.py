@@ -97,8 +97,6 @@ class EncoderLayer:
 
     def name(self, part: str) -> str:
         """Full name of one of these modules. Raises AttributeError for another `part`."""
-        if part not in self.names._fields:
-            raise AttributeError(part)
         return f"{self.prefix}.{getattr(self.names, part)}"
 
     def producers(self, consumer: str) -> list[tuple[str, Any, int]]:

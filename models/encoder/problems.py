@@ -401,11 +401,10 @@ print([model.config.id2label[n] for n in is_answer.nonzero().flatten().tolist()]
         from torch.nn import functional as F
 
         theirs = teacher.float() / temperature
-        entropies = (
+        crossed, own = (
             F.binary_cross_entropy_with_logits(one, theirs.sigmoid(), reduction="sum")
             for one in (logits / temperature, theirs)
         )
-        crossed, own = entropies
         return Loss((crossed - own) * temperature**2 / logits.shape[1], "sample")
 
     def evidence(self, found: Predictions) -> np.ndarray:

@@ -66,9 +66,8 @@ class ActivationQuantizer(nn.Module):
                 x.float(), self.scale, self.zero_point, 0, MAX_ACTIVATION_LEVEL, gradient_scale
             )
         ratio = (x / self.scale).clamp(-self.zero_point, MAX_ACTIVATION_LEVEL - self.zero_point)
-        if self.given_levels is None:
+        if (given := self.given_levels) is None:
             return torch.round(ratio)
-        given = self.given_levels
         excess = float(torch.where(given < 0, 0.0, given - self.zero_point - ratio).abs().max()) - 0.5
         # max() would drop a NaN.
         self.max_rounding_excess = excess if excess != excess else max(self.max_rounding_excess, excess)
@@ -277,6 +276,5 @@ def split_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]
         elif kind == "weight" and isinstance(module, QuantEmbedding):
             levels, scales = quantize_rows(module.weight, module.bits)
             value = levels * scales
-        part = quantized if kind in QUANTIZER_STATE else weights
-        part[name] = value.detach().contiguous()
+        (quantized if kind in QUANTIZER_STATE else weights)[name] = value.detach().contiguous()
     return weights, quantized
