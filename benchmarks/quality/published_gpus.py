@@ -77,8 +77,8 @@ def model(line: Mapping[str, str]) -> ModelSize:
         size = published.shape(name)
     else:
         hidden, layers, heads = map(int, name.split("x"))
-        shape = {"layers": layers, "hidden": hidden, "heads": heads, "vocabulary": MPT_VOCABULARY}
-        size = whole_size(12 * layers * hidden**2 + MPT_VOCABULARY * hidden, **shape)
+        parameters = 12 * layers * hidden**2 + MPT_VOCABULARY * hidden
+        size = whole_size(parameters, layers=layers, hidden=hidden, heads=heads, vocabulary=MPT_VOCABULARY)
     if "lora" in flag:
         size = published.adapted(size, 4 if flag == "qlora" else 16, targets="qv")
     return size if flag == "compile" else dataclasses.replace(size, head_bytes=0)
