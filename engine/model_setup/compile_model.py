@@ -1,7 +1,7 @@
-"""Compile a model for training, or take it back, as its strategy needs it.
+"""Compile a model for training: its blocks one at a time, so that one graph serves all that are alike.
 
-DDP overlaps its reduction with a compiled backward pass only if the graph was cut where its buckets end.
-torch cuts a model that is compiled INSIDE the wrapper; one that was compiled before is not compiled again.
+A graph of the whole model would hold each block anew, and takes as often as long to compile. Between blocks
+DDP reduces and FSDP gathers.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from isobatch.engine.model_setup.layer_blocks import layer_blocks
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -18,15 +20,24 @@ if TYPE_CHECKING:
 
 
 def compile_model(model: nn.Module, plan: Plan) -> None:
-    """Let `model` be compiled at its next forward pass, in the plan's mode; nothing if the plan has none."""
+    """Let `model` be compiled at its next forward pass, in the plan's mode; nothing if the plan has none.
+
+    It is one graph where it has no blocks of several modules, and as CUDA graphs.
+    """
     if plan.compile != "off":
+        config = torch._dynamo.config  # noqa: SLF001  torch's name for its options
         # Compile blocks under activation checkpointing although they count their draws of noise. Without this
         # option dynamo runs such blocks eagerly, in silence. The count must not be taken up again when a
         # block is recomputed, and is not.
         option = "skip_fwd_side_effects_in_bwd_under_checkpoint"
-        if hasattr(torch._dynamo.config, option):  # noqa: SLF001  torch's name for its options
-            setattr(torch._dynamo.config, option, True)  # noqa: SLF001
-        model.compile(mode=None if plan.compile == "on" else plan.compile)
+        if hasattr(config, option):
+            setattr(config, option, True)
+        config.recompile_limit = 64  # for all blocks: by shape, with and without gradients
+        blocks = [block for block in layer_blocks(model) if any(block.children())]
+        whole = not blocks or plan.compile == "reduce-overhead"
+        config.optimize_ddp = whole  # else graphs of blocks are cut once more where DDP's buckets end
+        for part in [model] if whole else blocks:
+            part.compile(mode=None if plan.compile == "on" else plan.compile)
 
 
 def uncompiled(model: nn.Module) -> contextlib.AbstractContextManager[None]:
@@ -34,8 +45,3 @@ def uncompiled(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     if any(module._compiled_call_impl is not None for module in model.modules()):  # noqa: SLF001  no public way
         return torch.compiler.set_stance("force_eager")
     return contextlib.nullcontext()
-
-
-def run_uncompiled(model: nn.Module) -> None:
-    """Let `model` run eagerly until it is compiled again."""
-    model._compiled_call_impl = None  # noqa: SLF001  torch has no public way back

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -44,7 +45,14 @@ def checkpoint_activations(model: nn.Module, keyed: bool) -> int:
     """
     blocks = layer_blocks(model)
     for block in blocks:
-        block.forward = functools.partial(
-            checkpoint, block.forward, use_reentrant=False, preserve_rng_state=not keyed
-        )
+        block.forward = _recomputing(block.forward, preserve_rng_state=not keyed)
     return len(blocks)
+
+
+def _recomputing(forward: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """A function of Python and no `partial`: dynamo compiles what a frame calls."""
+
+    def recomputing(*args: Any, **named: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, **options, **named)
+
+    return recomputing

@@ -40,7 +40,6 @@ class KeyedNoise:
     def __init__(self, seed: int, rows_per_sample: int = 1) -> None:
         self.seed, self.rows_per_sample = seed, rows_per_sample
         self.sites: dict[str, NoiseSite] = {}
-        self.keys: Tensor | None = None
         self.rows = 0
         self.packed_rows: Any = None
         """The `PackedLayout` of the rows (model_setup/packing.py); None while they are padded."""
@@ -51,7 +50,7 @@ class KeyedNoise:
 
     def register(self, site: str) -> NoiseSite:
         """The site of this name. Keys of all sites are computed together, once per micro-batch."""
-        return self.sites.setdefault(site, NoiseSite(self, site, len(self.sites)))
+        return self.sites.setdefault(site, NoiseSite(self, site))
 
     def bind(self, step: int, samples: np.ndarray, device: torch.device) -> None:
         """Key further draws by this optimizer step and these sample numbers, 1-d."""
@@ -61,16 +60,17 @@ class KeyedNoise:
             site.calls = 0
         if self.sites:
             keys = np.stack([self._site_keys(name) for name in self.sites])
-            self.keys = array_to_device(keys, device)
+            for site, own in zip(self.sites.values(), array_to_device(keys, device).unbind(), strict=True):
+                site.keys = own
 
     @contextlib.contextmanager
     def preserve_state(self) -> Iterator[None]:
         """Restore binding and draw counts afterwards, so that other samples can be bound inside."""
-        before, calls = dict(vars(self)), {name: site.calls for name, site in self.sites.items()}
+        before, sites = dict(vars(self)), [(site, site.keys, site.calls) for site in self.sites.values()]
         yield
         vars(self).update(before)
-        for name, site in self.sites.items():
-            site.calls = calls.get(name, 0)
+        for site, keys, calls in sites:
+            site.keys, site.calls = keys, calls
 
     def _site_keys(self, site: str) -> np.ndarray:
         """(B, 2) int32 keys of a site."""
@@ -123,8 +123,10 @@ class NativeNoise:
 class NoiseSite:
     """One place in a model that draws noise, such as a dropout module."""
 
-    def __init__(self, noise: KeyedNoise, name: str, number: int) -> None:
-        self.noise, self.name, self.number = noise, name, number
+    def __init__(self, noise: KeyedNoise, name: str) -> None:
+        self.noise, self.name = noise, name
+        self.keys: Tensor | None = None
+        """(B, 2) int32, a tensor of its own: by a number of the site each site would be compiled anew."""
         self.calls = 0
         """Draws so far for the bound micro-batch."""
 
@@ -133,8 +135,8 @@ class NoiseSite:
 
         Raises UserError where it is unknown which call is to be repeated.
         """
-        assert self.noise.keys is not None, "noise drawn outside a bound micro-batch"
-        keys = self.noise.keys[self.number]
+        keys = self.keys
+        assert keys is not None, "noise drawn outside a bound micro-batch"
         if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:  # noqa: SLF001
             # Inside a backward pass (torch has no public way to ask): activations are being recomputed.
             if self.calls > 1:

@@ -85,8 +85,7 @@ class GpuConstants:
     compiled_launch: float = 0.4
     """Share of the launches that is left in a compiled model."""
     compile_seconds: float = 20.0
-    """To compile one shape, apart from the layers."""
-    layer_compile_seconds: float = 2.0
+    """To compile one graph of a block."""
 
 
 PUBLISHED = GpuConstants()

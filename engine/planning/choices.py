@@ -12,14 +12,12 @@ from isobatch.core.measures import format_duration
 from isobatch.core.plan import PRECISION_WORDS, Invariance, Plan, PlanOptions, Precision, size_of
 from isobatch.engine.machine.hardware import gpu_remarks
 from isobatch.engine.planning.cost_model import PlanningCase, run_steps
-from isobatch.models.flops import layers_and_width
 
 if TYPE_CHECKING:
     from isobatch.core.recipe import Recipe
     from isobatch.engine.machine.hardware import Hardware
     from isobatch.engine.planning.calibration import GpuConstants
     from isobatch.engine.planning.memory_model import ExecutionChoices
-    from isobatch.models.base import ModelSize
 
 DeviceKind = Literal["cpu", "cuda", "mps"]
 AttentionKernel = Literal["sdpa", "eager", "flash"]
@@ -27,7 +25,9 @@ CompileMode = Literal["on", "off", "reduce-overhead"]
 PlanFields = dict[str, tuple[Any, str]]
 """Field of the plan -> (value, reason)."""
 SHAPES = 8
-"""Most padded lengths that a compiled model sees: each is compiled anew."""
+"""Most padded lengths that CUDA graphs see: each is recorded anew."""
+COMPILED_GRAPHS = 3
+"""Of a block: for the first shape, another number of rows, and another length."""
 STREAM_CACHE = "20gb"
 
 
@@ -130,7 +130,7 @@ def choose_compile(case: PlanningCase, eager: float, compiled: float | None) -> 
     `eager`, `compiled`: seconds of a step without and with it; None where the strategy cannot be compiled.
     """
     if compiled is None:
-        return "off", "the strategy gathers weights in hooks, which the compiler cannot follow"
+        return "off", "the strategy gathers weights inside of blocks, which the compiler cannot follow"
     if case.asked.pack == "on" and case.asked.compile == "auto":
         return "off", "packed rows have another length each time, and each would be compiled anew"
     if case.device == "cuda" and not case.hardware.gpu.has_triton:
@@ -144,25 +144,26 @@ def choose_compile(case: PlanningCase, eager: float, compiled: float | None) -> 
     if case.precision == "fp32":
         return "off", "fp32 was asked for, and compiled kernels round differently"
     saved = (eager - compiled) * run_steps(case.recipe, case.facts)
-    spent = compile_seconds(case.model_size, case.constants, {case.padded(n) for n in case.facts.lengths})
+    spent = compile_seconds(case.constants, {case.padded(n) for n in case.facts.lengths})
     saves = format_duration(max(0.0, saved))
     what = f"compiling takes about {format_duration(spent)} and saves {saves} of this run"
     return ("on", what) if saved > spent else ("off", what)
 
 
-def compile_seconds(size: ModelSize, constants: GpuConstants, lengths: Collection[int]) -> float:
-    """Seconds to compile the forward and backward pass for every padded length of the data."""
-    layers, _ = layers_and_width(size)
-    return len(lengths) * (constants.compile_seconds + layers * constants.layer_compile_seconds)
+def compile_seconds(constants: GpuConstants, lengths: Collection[int]) -> float:
+    """Seconds to compile the forward and backward pass of a block, whose graphs serve all blocks, for data of
+    these padded lengths.
+    """
+    return min(COMPILED_GRAPHS, 1 + len(lengths)) * constants.compile_seconds
 
 
-def choose_padding(case: PlanningCase, compiled: bool) -> tuple[int, str]:
-    """The multiple that lengths are padded to; a compiled model sees at most about SHAPES lengths."""
+def choose_padding(case: PlanningCase) -> tuple[int, str]:
+    """The multiple that lengths are padded to; CUDA graphs see at most about SHAPES lengths."""
     cores = case.device == "cuda" and case.precision != "fp32"
     base = 8 if cores else 1
-    if compiled:
+    if case.asked.compile == "reduce-overhead":
         multiple = max(base, math.ceil(case.facts.longest / SHAPES / base) * base)
-        return multiple, f"about {SHAPES} different lengths at most, since each is compiled anew"
+        return multiple, f"about {SHAPES} different lengths at most, as CUDA graphs are recorded for each"
     if cores:
         return base, "tensor cores want multiples of 8 in half precision"
     return base, "no alignment helps here, so nothing is padded beyond the longest of a micro-batch"

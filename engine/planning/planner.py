@@ -68,7 +68,9 @@ def make_plan(
         measured=measured,
     )
     _check_processes(case)
-    eager, compiled = _with_compile(case, False), _with_compile(case, True)
+    fields["pad_multiple"] = choose.choose_padding(case)
+    eager = dataclasses.replace(case, pad_multiple=fields["pad_multiple"][0])
+    compiled = dataclasses.replace(eager, compile=True)
     layouts, others = _layouts(eager), _layouts(compiled)
     fastest = layout.fastest_layout(others)
     seconds = fastest.seconds if fastest.choices.traits.compiles else None
@@ -81,7 +83,6 @@ def make_plan(
             f"--compile reduce-overhead: under {chosen.choices.strategy} gradients leave the memory of CUDA"
             " graphs; use --compile on, or --strategy ddp"
         )
-    fields["pad_multiple"] = choose.choose_padding(case, compiles)
     fields |= _layout_fields(case, chosen, layouts)
     fields |= choose.choose_loading(case, chosen.choices.processes)
     fields["pack"] = choose.choose_pack(case)
@@ -90,11 +91,6 @@ def make_plan(
     fields |= _prediction_fields(case, chosen)
     values: dict[str, Any] = {name: value for name, (value, _) in fields.items()}
     return Plan(**values, reasons={name: reason for name, (_, reason) in fields.items()})
-
-
-def _with_compile(case: PlanningCase, compiled: bool) -> PlanningCase:
-    padding, _ = choose.choose_padding(case, compiled)
-    return dataclasses.replace(case, compile=compiled, pad_multiple=padding)
 
 
 def _check_processes(case: PlanningCase) -> None:

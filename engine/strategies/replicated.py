@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from isobatch.core.errors import TrainingError
 from isobatch.engine.checkpointing import portable_state
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint, SharedReader
-from isobatch.engine.model_setup.compile_model import compile_model, run_uncompiled
 from isobatch.engine.strategies.base import MakeOptimizer, Strategy, gradient_norm, set_rate
 
 SCALE_START = 2.0**16
@@ -44,8 +43,6 @@ class ReplicatedStrategy(Strategy):
         self._graphs = plan.compile == "reduce-overhead"
         """Whether the model runs as CUDA graphs, whose outputs and gradients the next replay overwrites."""
         self._decide_overlap = plan.reduction == "overlapped" and world.size > 1 and not self.sparse
-        if self._decide_overlap:
-            run_uncompiled(model)  # until DDP wraps it
         self._copied: set[int] = set()
         """In a step so far: parameters whose gradient has memory of its own."""
         self.tables: dict[nn.Parameter, Tensor] = {}
@@ -127,7 +124,9 @@ class ReplicatedStrategy(Strategy):
                 if everything_used:
                     self._use_sparse_gradients(False)
                     self.model = self.world.wrap_in_ddp(self.unwrapped)
-                compile_model(self.unwrapped, self.plan)
+                    if self.unwrapped._compiled_call_impl is not None:  # noqa: SLF001  no public way
+                        # torch cuts a graph where DDP's buckets end, but none that was compiled before.
+                        torch.compiler.reset()
         gradients = [p.grad for p in self.dense if p.grad is not None]
         gradients += self._sparse_values() if self.sparse else []
         if self.scale != 1:

@@ -28,6 +28,7 @@ from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint, open_on_al
 from isobatch.engine.checkpointing.weight_files import load_start_weights, open_start
 from isobatch.engine.loading.device_copies import to_device, to_tensors
 from isobatch.engine.loading.sampler import make_sampler
+from isobatch.engine.model_setup.compile_model import compile_model
 from isobatch.engine.model_setup.layer_blocks import checkpoint_activations
 from isobatch.engine.model_setup.packing import SamplePacking
 from isobatch.engine.model_setup.prepare_model import build_hollow, outline, prepare_model
@@ -212,8 +213,9 @@ class Builder:
         `probe()` is called when the model is ready and the optimizer is not made yet; it may `replan`.
         """
         self.prepare_phase(schedule, saved)
-        probe()
         state = self.state
+        compile_model(state.model, state.plan)  # before the memory that it takes is probed
+        probe()
         state.layout = StepLayout()
         state.make_strategy()
         if saved is not None:

@@ -25,7 +25,6 @@ from isobatch.engine.distributed.communicator import Communicator
 from isobatch.engine.loading.device_copies import array_to_device
 from isobatch.engine.loading.loader import BatchLoader, LoadedStep
 from isobatch.engine.loading.sampler import Sampler
-from isobatch.engine.model_setup.compile_model import compile_model
 from isobatch.engine.model_setup.packing import SamplePacking
 from isobatch.engine.noise.keyed_noise import KeyedNoise, NativeNoise
 from isobatch.engine.optimization.parameter_groups import make_optimizer
@@ -221,7 +220,6 @@ class Training:
             # DDP waits for the gradient of every parameter.
             plan = dataclasses.replace(plan, reduction="explicit")
         sparse = list(task.sparse_parameters(self.model)) if isinstance(task, SparseTables) else []
-        compile_model(self.model, plan)
         self.strategy = strategy_class(plan.strategy)(
             self.model,
             lambda model: make_optimizer(task, model, plan.device, sparse),

@@ -11,15 +11,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from isobatch.engine.model_setup.compile_model import compile_model
 from isobatch.engine.model_setup.layer_blocks import checkpoint_activations
 from isobatch.engine.noise.keyed_attention import key_dropout
 from isobatch.engine.noise.keyed_noise import KeyedNoise
-from isobatch.engine.strategies import replicated
 from isobatch.engine.strategies.replicated import ReplicatedStrategy
 from isobatch.models.attention_functions import unregister_attention
 from isobatch.models.causal_lm import adapters
+from isobatch.models.causal_lm.chunked_cross_entropy import make_head_bypassable, next_token_loss
 from isobatch.models.causal_lm.task import CausalLMOptions
 from isobatch.tests.unit.helpers import plan
 
@@ -62,9 +64,7 @@ class Layers(nn.Module):
         return x
 
 
-def test_a_compiled_model_is_cut_for_the_buckets_of_ddp(
-    two_ranks: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiled_model_is_cut_for_the_buckets_of_ddp(two_ranks: Any) -> None:
     graphs = []
     aot_eager = torch._dynamo.lookup_backend("aot_eager")  # noqa: SLF001  no public way to name a backend
 
@@ -72,7 +72,6 @@ def test_a_compiled_model_is_cut_for_the_buckets_of_ddp(
         graphs.append(graph)
         return aot_eager(graph, examples)
 
-    monkeypatch.setattr(replicated, "compile_model", lambda model, _: model.compile(backend=backend))
     torch.compiler.reset()
     model = Layers()
     model.compile(backend=backend)
@@ -84,36 +83,48 @@ def test_a_compiled_model_is_cut_for_the_buckets_of_ddp(
         runner.step_optimizer(0.0)
         counts.append(len(graphs))
     assert runner.overlapped
-    assert counts[0] == 0  # the step that decides runs as it is written
-    assert counts[1] == counts[2] > 1
+    assert counts[0] == 1  # of the step that decides
+    assert counts[1] == counts[2] > 2
 
 
-@pytest.mark.parametrize("adapter", [False, True])
-def test_blocks_under_activation_checkpointing_are_compiled(adapter: bool) -> None:
-    """Their noise counts its draws: without an option dynamo runs such blocks eagerly, in silence."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+FAMILIES = {
+    "gpt2": {"n_embd": 32, "n_layer": 3, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0},
+    "llama": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4},
+}
 
-    products: list[int] = []
 
-    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
-        modules = [m for m in graph.modules() if isinstance(m, torch.fx.GraphModule)]
-        nodes = [node for m in modules for node in m.graph.nodes]
-        products.append(sum("linear" in str(node.target) for node in nodes))
-        return graph.forward
+def losses_and_gradients(model: Any, noise: KeyedNoise) -> list[Tensor]:
+    """Of micro-batches of two shapes."""
+    found = []
+    for rows, length in ((2, 8), (3, 6)):
+        noise.bind(0, np.arange(rows), torch.device("cpu"))
+        tokens = torch.arange(rows * length).view(rows, length)
+        model.zero_grad()
+        loss = next_token_loss(model, tokens, tokens)
+        loss.backward()
+        found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+    return found
 
+
+@pytest.mark.parametrize(("kind", "adapter"), [("gpt2", False), ("llama", True)])
+def test_all_blocks_are_one_graph(kind: str, adapter: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a second one for all other shapes; each block draws its own noise and counts its draws."""
     torch.manual_seed(0)
-    sizes = {"vocab_size": 53, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4, attention_dropout=0.1)
-    model: Any = LlamaForCausalLM(config)
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, vocab_size=53, **FAMILIES[kind]))
     if adapter:
         adapters.add_adapter(model, CausalLMOptions(adapter="lora", lora_dropout=0.05), "base", None)
+    make_head_bypassable(model)
     noise = KeyedNoise(0)
-    key_dropout(model, noise)
-    checkpoint_activations(model, keyed=True)
+    key_dropout(model.train(), noise)
+    if adapter:  # and its activations are computed twice
+        checkpoint_activations(model, keyed=True)
+    expected = losses_and_gradients(model, noise)
+    compiled = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda self, mode: compiled(self, backend="eager"))
     torch.compiler.reset()
-    compile_model(model.train(), plan(compile="on"))
-    model.compile(backend=backend)
-    noise.bind(0, np.arange(2), torch.device("cpu"))
-    model(input_ids=torch.zeros(2, 8, dtype=torch.int64), use_cache=False).logits.sum().backward()
+    counters.clear()
+    compile_model(model, plan(compile="on"))
+    assert all(map(torch.equal, losses_and_gradients(model, noise), expected))
     unregister_attention()
-    assert sum(products) >= 2 * 7  # of each block: q, k, v, o, gate, up and down
+    first = 1 if adapter else 0  # what is frozen before the first block gives it an input without a gradient
+    assert (counters["stats"]["unique_graphs"], dict(counters["graph_break"])) == (2 * (1 + first), {})
