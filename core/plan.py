@@ -31,6 +31,7 @@ def size_of(text: str, whole: float = 0.0) -> float:
 StrategyName = Annotated[str, OneOf(STRATEGIES)]
 StrategyChoice = Annotated[str, OneOf(STRATEGIES, before=("auto",))]
 Precision = Literal["fp32", "bf16", "fp16"]
+Recompute = Literal["on", "selective", "off"]
 Invariance = Literal["exact", "rounding", "precision", "noise"]
 INVARIANCES: tuple[Invariance, ...] = typing.get_args(Invariance)
 """How exactly another plan of the recipe learns the same, the most exact first."""
@@ -62,8 +63,9 @@ class PlanOptions:
     """Under hsdp: groups of processes that hold a whole model each; by default one a node."""
     compile: Literal["auto", "on", "off", "reduce-overhead"] = "auto"
     """torch.compile the model."""
-    activation_checkpointing: Literal["auto", "on", "off"] = "auto"
-    """Recompute activations in the backward pass: less memory, about a third more arithmetic."""
+    activation_checkpointing: Literal["auto", "on", "selective", "off"] = "auto"
+    """Recompute activations in the backward pass: less memory, about a third more arithmetic; selective keeps
+    the results of products and attention, and hardly takes longer."""
     attention: Literal["auto", "sdpa", "eager", "flash"] = "auto"
     """The attention kernel."""
     pack: Literal["auto", "on", "off"] = "auto"
@@ -118,7 +120,7 @@ class Plan:
     prefetch: int
     pin_memory: bool
     compile: Literal["on", "off", "reduce-overhead"]
-    activation_checkpointing: bool
+    activation_checkpointing: Recompute
     attention: Literal["sdpa", "eager", "flash"]
     pack: bool
     """Whether the samples of a micro-batch are packed end to end, so that no padding is computed."""

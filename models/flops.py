@@ -19,8 +19,8 @@ def flops_per_token(size: ModelSize, length: float, activation_checkpointing: bo
     """FLOPs per token in samples of `length` tokens, forward and backward pass.
 
     A weight costs 6: 2 in the forward pass, 2 for the gradient of its input and 2 for its own, which frozen
-    weights (LoRA) do not need. Activation checkpointing runs the forward pass twice; model FLOPs utilisation
-    leaves that out.
+    weights (LoRA) do not need. Activation checkpointing that keeps nothing runs the forward pass twice; model
+    FLOPs utilisation leaves that out.
     """
     layers, _ = layers_and_width(size)
     trained = size.trainable / max(size.parameters, 1)

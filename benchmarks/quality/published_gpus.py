@@ -60,7 +60,7 @@ def ours(line: Mapping[str, str]) -> float:
     size, cards = model(line), parse_hardware(line["machine"]).devices
     batch, rows, length = (int(line[name]) for name in ("batch", "rows", "length"))
     layout: dict[str, Any] = {"processes": cards, "strategy": line["strategy"]}
-    layout["activation_checkpointing"] = line["flags"] == "checkpointing"
+    layout["activation_checkpointing"] = "on" if line["flags"] == "checkpointing" else "off"
     if line["unit"] == "GB":
         choices = ExecutionChoices(device="cuda", precision="bf16", **layout)
         found = memory_footprint(published.RECIPE, size, choices, rows * length, length)

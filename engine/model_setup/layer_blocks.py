@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+if TYPE_CHECKING:
+    from isobatch.core.plan import Recompute
 
 
 def layer_blocks(model: nn.Module) -> list[nn.Module]:
@@ -20,6 +24,8 @@ def layer_blocks(model: nn.Module) -> list[nn.Module]:
     return found
 
 
+KEPT = ("mm", "addmm")
+"""Products with weights; attention's scores, where they are made, would be as large as length squared."""
 MATMUL_LAYERS = ("torch.nn.modules.linear.Linear", "transformers.pytorch_utils.Conv1D")
 
 
@@ -38,21 +44,32 @@ def _is_matmul(module: nn.Module) -> bool:
     return name in MATMUL_LAYERS or getattr(kind, "only_multiplies", False)
 
 
-def checkpoint_activations(model: nn.Module, keyed: bool) -> int:
+def checkpoint_activations(model: nn.Module, how: Recompute, keyed: bool) -> int:
     """Recompute each block's activations in the backward pass (Chen et al. 2016); returns how many blocks.
 
-    With keyed noise (`keyed`) no generator state is kept: the same key gives the same mask.
+    Selective: but for what products with weights and attention's kernels give (Korthikanti et al. 2022). With
+    keyed noise (`keyed`) no generator state is kept: the same key gives the same mask.
     """
-    blocks = layer_blocks(model)
+    blocks = layer_blocks(model) if how != "off" else []
     for block in blocks:
-        block.forward = _recomputing(block.forward, preserve_rng_state=not keyed)
+        vars(block).pop("forward", None)  # which recomputes otherwise
+        block.forward = _recomputing(block.forward, how == "selective", not keyed)
     return len(blocks)
 
 
-def _recomputing(forward: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+def _recomputing(forward: Callable[..., Any], selective: bool, generators: bool) -> Callable[..., Any]:
     """A function of Python and no `partial`: dynamo compiles what a frame calls."""
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": generators}
+    if selective:
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_or_recompute)
 
     def recomputing(*args: Any, **named: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, **options, **named)
+        return checkpoint(forward, *args, **options, **named)
 
     return recomputing
+
+
+def _keep_or_recompute(_: Any, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+    name = operation.__name__.partition(".")[0]
+    kept = name in KEPT or "dot_product" in name
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -49,8 +49,7 @@ def prepare_model(
     noise = KeyedNoise(task.recipe.seed, task.rows_per_sample) if keyed else None
     if noise is not None:
         key_dropout(model, noise)
-    if plan.activation_checkpointing:
-        checkpoint_activations(model, keyed=noise is not None)
+    checkpoint_activations(model, plan.activation_checkpointing, keyed=noise is not None)
     return model, noise
 
 

@@ -126,9 +126,9 @@ def token_seconds(case: PlanningCase, choices: ExecutionChoices) -> float:
     On GPUs the matrix products, and all traffic through the device's memory.
     """
     length = case.facts.mean_length
-    work = flops.flops_per_token(case.model_size, length, choices.activation_checkpointing)
+    work = flops.flops_per_token(case.model_size, length, choices.activation_checkpointing == "on")
     seconds = max(work, 1.0) / flop_rate(case, choices.processes)
-    passes = 4 / 3 if choices.activation_checkpointing else 1.0
+    passes = 1.0 if choices.activation_checkpointing == "off" else 4 / 3
     if case.device == "cpu":
         return seconds + case.local(choices.processes) * passes * _elementwise_seconds(case, choices)
     known = case.constants

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from isobatch.core.optimizers import OPTIMIZERS
-from isobatch.core.plan import Precision, StrategyName
+from isobatch.core.plan import Precision, Recompute, StrategyName
 from isobatch.core.strategies import StrategyTraits, mesh_of, traits_of
 from isobatch.models import flops
 
@@ -42,7 +42,7 @@ class ExecutionChoices:
     strategy: StrategyName = "single"
     precision: Precision = "fp32"
     attention: Literal["sdpa", "eager", "flash"] = "sdpa"
-    activation_checkpointing: bool = False
+    activation_checkpointing: Recompute = "off"
     copies: int = 1
 
     @property
@@ -202,7 +202,7 @@ def _copied_weight_bytes(size: ModelSize, choices: ExecutionChoices) -> float:
     if not choices.half:
         return 0.0
     matrices = min(size.frozen, flops.layers_and_width(size)[0] * flops.layer_parameters(size))
-    kept = matrices if size.frozen_bytes == 4.0 and not choices.activation_checkpointing else 0
+    kept = matrices if size.frozen_bytes == 4.0 and choices.activation_checkpointing == "off" else 0
     return 2.0 * (size.trainable + kept)
 
 
@@ -244,13 +244,18 @@ def _gathered_bytes(size: ModelSize, choices: ExecutionChoices) -> float:
 def activation_bytes_per_token(size: ModelSize, choices: ExecutionChoices, length: int) -> float:
     """Bytes kept for the backward pass per padded token.
 
-    With checkpointing each layer keeps only its input, and one layer at a time is recomputed.
+    With checkpointing each layer keeps only its input, if selective what products and attention give, too,
+    and one layer at a time is recomputed.
     """
     layers, hidden = flops.layers_and_width(size)
     per_layer = _layer_bytes(size, hidden, choices, length)
-    if choices.activation_checkpointing:
-        residual = 2.0 if choices.half and size.frozen_bytes <= 2.0 else 4.0
-        return layers * residual * hidden + 2 * per_layer
+    if choices.activation_checkpointing != "off":
+        kept = (2.0 if choices.half and size.frozen_bytes <= 2.0 else 4.0) * hidden
+        if choices.activation_checkpointing == "selective":
+            wide = (2 if size.gated else 1) * flops.intermediate_width(size)
+            results = 2 * (flops.query_width(size) + flops.key_width(size) + hidden) + wide
+            kept += (2.0 if choices.half else 4.0) * results
+        return layers * kept + 2 * per_layer
     # One more on a GPU: gradients of the layer in its backward pass. A CPU frees as many tensors meanwhile.
     return (layers + (choices.device != "cpu")) * per_layer
 

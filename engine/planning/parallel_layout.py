@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from isobatch.core.flags import spelling
 from isobatch.core.measures import gigabytes
 from isobatch.core.optimizers import OPTIMIZERS, OWN
-from isobatch.core.plan import PlanOptions, StrategyName, size_of
+from isobatch.core.plan import PlanOptions, Recompute, StrategyName, size_of
 from isobatch.core.strategies import STRATEGIES, traits_of
 from isobatch.engine.planning.cost_model import PlanningCase, largest_micro_batch, step_seconds
 from isobatch.engine.planning.memory_model import ExecutionChoices, MemoryFootprint, memory_footprint
@@ -85,7 +85,8 @@ def choices_to_try(case: PlanningCase, processes: int) -> list[ExecutionChoices]
     elif asked.strategy == "auto" and case.device == "cuda":
         tried = [name for name, t in STRATEGIES.items() if t.tried and t.least_processes <= processes]
         strategies += [name for name in tried if not why_not_fit(case, name)]
-    checkpointing = {"auto": [False, True], "on": [True], "off": [False]}[asked.activation_checkpointing]
+    wish = asked.activation_checkpointing
+    checkpointing: tuple[Recompute, ...] = ("off", "selective", "on") if wish == "auto" else (wish,)
     device, precision, attention = case.device, case.precision, case.attention
     return [
         ExecutionChoices(device, processes, strategy, precision, attention, recompute, copies)
@@ -335,9 +336,9 @@ def why_checkpointing(case: PlanningCase, chosen: ParallelLayout) -> str:
     """The reason for or against activation checkpointing."""
     if case.asked.activation_checkpointing != "auto":
         return case.asked.why("activation_checkpointing")
-    if not chosen.choices.activation_checkpointing:
+    if chosen.choices.activation_checkpointing == "off":
         return "activations fit, so nothing need be computed twice"
-    return "without it the longest sample does not fit, or micro-batches are smaller and a step is slower"
+    return "with less of it the longest sample does not fit, or smaller micro-batches make a step slower"
 
 
 def why_samples(case: PlanningCase) -> str:

@@ -194,9 +194,9 @@ def with_smaller_budget(plan: Plan, recipe: Recipe, facts: Facts) -> Plan:
     if (samples, tokens) != before:
         why = "halved: memory ran out at {} samples, {} tokens".format(*before)
         return plan.changed(why, micro_batch_samples=samples, micro_batch_tokens=tokens)
-    if not plan.activation_checkpointing:
+    if plan.activation_checkpointing != "on":
         why = f"memory ran out with one sample of {longest} tokens"
-        return plan.changed(why, activation_checkpointing=True)
+        return plan.changed(why, activation_checkpointing="on")
     raise TrainingError(
         f"out of memory with one sample of {longest} tokens and activation checkpointing: lower --max-length,"
         " take a smaller model or more memory; --strategy fsdp2-offload holds the least on the device"

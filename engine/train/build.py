@@ -143,8 +143,9 @@ class Builder:
     def replan(self, plan: Plan) -> None:
         """Replace the plan, keep the model: for a smaller budget, activation checkpointing, invariance."""
         state = self.state
-        if plan.activation_checkpointing and not state.plan.activation_checkpointing:
-            checkpoint_activations(state.model, keyed=state.binding.noise is not None)
+        if plan.activation_checkpointing != state.plan.activation_checkpointing:
+            how, keyed = plan.activation_checkpointing, state.binding.noise is not None
+            checkpoint_activations(state.model, how, keyed)
         state.plan = plan
         self._record_plan(plan)
 

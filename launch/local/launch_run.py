@@ -132,7 +132,7 @@ def train_with_restarts(run: RunFolder, where: Cluster) -> Verdict:
                 return _fail(run, str(error))
             run.write_plan(plan)
             budget = f"{plan.micro_batch_samples} samples, {plan.micro_batch_tokens} tokens"
-            recompute = ", activation checkpointing" if plan.activation_checkpointing else ""
+            recompute = ", activation checkpointing" if plan.activation_checkpointing == "on" else ""
             _log_restart(run, "smaller micro-batches", verdict.reason, f"at most {budget}{recompute}")
         elif verdict.cause == errors.SpikeError.cause:
             print_lines(f"isobatch: {verdict.reason}; going on from the checkpoint before")

@@ -108,7 +108,7 @@ def worth_a_trial(found: Findings, plan: Mapping[str, Any]) -> list[dict[str, An
     padded = f"{padding:.0%} of the computed tokens are padding"
     count, samples = found["micro_batches"], found["samples_per_micro_batch"]
     cut = f"a global batch is computed in {count:.0f} micro-batches of {samples:.0f} samples"
-    recomputes = plan["activation_checkpointing"] and memory < MEMORY
+    recomputes = plan["activation_checkpointing"] != "off" and memory < MEMORY
     recomputed = f"activations are computed twice while memory is {memory:.0%} full"
     launches = plan["device"] == "cuda" and plan["compile"] == "off" and use < DEVICE_USE
     rows = (

@@ -162,7 +162,8 @@ def settings(base: Variant) -> Iterator[Setting]:
         yield Setting("packing", {"pack": not plan.pack})
     if size.heads > 1:
         yield Setting("attention kernel", {"attention": "sdpa" if plan.attention == "eager" else "eager"})
-    yield Setting("activation checkpointing", {"activation_checkpointing": not plan.activation_checkpointing})
+    for how in sorted({"on", "selective", "off"} - {plan.activation_checkpointing}):
+        yield Setting("activation checkpointing", {"activation_checkpointing": how})
     for optimizer in sorted({"adamw", "adamw8bit"} - {recipe.optimizer}):
         yield Setting("optimizer", recipe={"optimizer": optimizer})
     if recipe.options.get("monitor") == "full":

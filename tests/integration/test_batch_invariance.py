@@ -81,7 +81,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Measured:
 
 CUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one process, many micro-batches": (1, {"micro_batch_samples": 5, "micro_batch_tokens": 130}),
-    "one process, recomputed activations": (1, {"micro_batch_samples": 7, "activation_checkpointing": True}),
+    "one process, recomputed activations": (1, {"micro_batch_samples": 7, "activation_checkpointing": "on"}),
     "two processes": (2, {"micro_batch_samples": 5}),
     "three processes": (3, {"micro_batch_tokens": 100}),
     "five processes, overlapped": (5, {"micro_batch_samples": 3, "reduction": "overlapped"}),

@@ -47,7 +47,7 @@ _DEFAULTS: dict[str, Any] = {
     "prefetch": 2,
     "pin_memory": False,
     "compile": "off",
-    "activation_checkpointing": False,
+    "activation_checkpointing": "off",
     "attention": "sdpa",
     "pack": False,
     "reduction": "explicit",

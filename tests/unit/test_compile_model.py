@@ -117,7 +117,7 @@ def test_all_blocks_are_one_graph(kind: str, adapter: bool, monkeypatch: pytest.
     noise = KeyedNoise(0)
     key_dropout(model.train(), noise)
     if adapter:  # and its activations are computed twice
-        checkpoint_activations(model, keyed=True)
+        checkpoint_activations(model, "on", keyed=True)
     expected = losses_and_gradients(model, noise)
     compiled = nn.Module.compile
     monkeypatch.setattr(nn.Module, "compile", lambda self, mode: compiled(self, backend="eager"))

@@ -216,7 +216,7 @@ def test_recomputed_activations_see_the_same_mask() -> None:
         model, made = Blocks(), KeyedNoise(0)
         key_dropout(model, made)
         if recompute:
-            assert checkpoint_activations(model, keyed=True) == 2
+            assert checkpoint_activations(model, "on", keyed=True) == 2
         made.bind(3, np.arange(5), CPU)
         model(torch.ones(5, 4, 8)).square().sum().backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))

@@ -43,7 +43,7 @@ def learnt(model: Any, pairs: bool = False, recomputed: bool = False) -> tuple[A
     noise = KeyedNoise(1)
     key_dropout(model, noise)
     if recomputed:
-        checkpoint_activations(model, keyed=True)
+        checkpoint_activations(model, "on", keyed=True)
     noise.bind(3, np.arange(ROWS) + 10, torch.device("cpu"))
     output = model(**inputs(pairs), output_hidden_states=True)
     loss = nn.functional.cross_entropy(output.logits, torch.arange(ROWS) % 2, reduction="sum")

@@ -140,7 +140,7 @@ def trained(
     if keyed is not None:
         key_dropout(model, keyed)
     if checkpointed:
-        checkpoint_activations(model, keyed=keyed is not None)
+        checkpoint_activations(model, "on", keyed=keyed is not None)
     chosen = plan(processes=world.size, micro_batch_samples=micro)
     made = strategy(model.train(), lambda model: optimizer_of(model, recipe), chosen, world, recipe.clip)
     if half:

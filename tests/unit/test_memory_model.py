@@ -60,7 +60,7 @@ def test_activations_equal_the_measured_saved_tensors() -> None:
 
 
 def test_checkpointing_keeps_a_layer_input_each_and_two_layers_at_work() -> None:
-    kept = activation_bytes_per_token(GPT2, ExecutionChoices(activation_checkpointing=True), 128)
+    kept = activation_bytes_per_token(GPT2, ExecutionChoices(activation_checkpointing="on"), 128)
     assert kept == 12 * 4 * HIDDEN + 2 * 64 * HIDDEN
 
 
@@ -124,7 +124,7 @@ def test_frozen_weights_have_the_bytes_they_say() -> None:
     old = dataclasses.replace(lora, frozen_bytes=4.0)  # and autocast's copies, until the backward pass
     matrices = 32 * (4 * 4096**2 + 3 * 4096 * 11008)
     assert memory_footprint(PLAIN, old, choices, 0, 1).weights == 4 * n + 2 * matrices + 2 * t
-    recomputed = dataclasses.replace(choices, activation_checkpointing=True)
+    recomputed = dataclasses.replace(choices, activation_checkpointing="on")
     assert memory_footprint(PLAIN, old, recomputed, 0, 1).weights == 4 * n + 2 * t
 
 

@@ -56,7 +56,7 @@ def learnt(family: str, packed: bool, checkpointed: bool = False) -> tuple[float
     noise = KeyedNoise(3)
     key_dropout(model, noise)
     if checkpointed:
-        checkpoint_activations(model, keyed=True)
+        checkpoint_activations(model, "on", keyed=True)
     packing = SamplePacking(model, noise) if packed else None
     model.train()
     noise.bind(5, np.array([8, 2, 31, 4]), CPU)

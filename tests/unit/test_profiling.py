@@ -73,7 +73,7 @@ HEALTHY: dict[str, Any] = {
 }
 PLAN = {
     **{"device": "cpu", "threads": 4, "processes": 1, "attention": "sdpa", "compile": "off"},
-    **{"precision": "bf16", "activation_checkpointing": False},
+    **{"precision": "bf16", "activation_checkpointing": "off"},
 }
 
 
@@ -87,7 +87,7 @@ PLAN = {
         ({}, {"attention": "eager"}, ["attention kernel"]),
         ({}, {"precision": "fp32"}, ["mixed precision"]),
         ({"device_use": 0.5}, {"device": "cuda"}, ["compile"]),
-        ({}, {"activation_checkpointing": True}, ["activation checkpointing"]),
+        ({}, {"activation_checkpointing": "on"}, ["activation checkpointing"]),
     ],
 )
 def test_each_bottleneck_is_found(found: dict[str, Any], plan: dict[str, Any], measures: list[str]) -> None:
