@@ -75,7 +75,8 @@ def report(words: Sequence[str]) -> int:
     contents = write_report(runs, folder, above)
     for one in found:
         sweeps.write_tables(found[one], folder / one.name)
-    return print_answer(contents.to_dict(), text_of(contents, folder), options.json)
+    tables = (f"\ntables of the sweep: {folder / one.name}.tex, .md and .csv" for one in found)
+    return print_answer(contents.to_dict(), text_of(contents, folder) + "".join(tables), options.json)
 
 
 def write_report(runs: Sequence[RunFolder], folder: Path, above: Sequence[PagePart] = ()) -> Contents:

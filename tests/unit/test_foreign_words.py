@@ -72,6 +72,7 @@ BECOMES = [
     ("--load_best_model_at_end", "--patience 9999", "it keeps the best"),
     ("--attn_implementation eager", "--attention eager", ""),
     ("--fast_dev_run", "--steps 3", ""),
+    ("--array 4", "--seed 4", ""),
 ]
 """Words, the same in our flags, and what is said beside."""
 NO_EFFECT = ["--devices auto", "--do_train", "--eval_strategy steps"]
