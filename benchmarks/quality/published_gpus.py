@@ -6,9 +6,9 @@ SEED, are what two constants are fitted to: the share of the peak before Hopper,
 other half 8 of 10 should be within SPEED percent, and memory within MEMORY; a row that is not says why.
 
 Sources: llm-foundry's scripts/train/benchmarking/README.md (FlashAttention, fused norms), torchtitan's
-benchmarks/llama3_h100_202412_torchtitan.md (selective checkpointing, which counts here as full) and
-docs/performance.md, fms-fsdp's README and issue 89, nanoGPT's issues 110 and 182, modded-nanogpt's README
-(llm.c), litgpt's tutorials/resource-tables.md (LoRA of rank 8 on queries and values).
+benchmarks/llama3_h100_202412_torchtitan.md and docs/performance.md (every second product recomputed: here
+the nearest that fits), fms-fsdp's README and issue 89, nanoGPT's issues 110 and 182, modded-nanogpt's
+README (llm.c), litgpt's tutorials/resource-tables.md (LoRA of rank 8 on queries and values).
 """
 
 from __future__ import annotations
@@ -57,17 +57,18 @@ def compared(line: Mapping[str, str]) -> Row:
 
 def ours(line: Mapping[str, str]) -> float:
     """Tokens a second and card, or GB that torch allocated."""
-    size, cards = model(line), parse_hardware(line["machine"]).devices
+    size, machine = model(line), parse_hardware(line["machine"])
     batch, rows, length = (int(line[name]) for name in ("batch", "rows", "length"))
-    layout: dict[str, Any] = {"processes": cards, "strategy": line["strategy"]}
-    layout["activation_checkpointing"] = "on" if line["flags"] == "checkpointing" else "off"
+    layout: dict[str, Any] = {"processes": machine.devices, "strategy": line["strategy"]}
+    layout["copies"] = machine.nodes if line["strategy"] == "hsdp" else 1
+    layout["activation_checkpointing"] = line["checkpointing"]
     if line["unit"] == "GB":
         choices = ExecutionChoices(device="cuda", precision="bf16", **layout)
         found = memory_footprint(published.RECIPE, size, choices, rows * length, length)
         return (found.peak - found.workspace) / 1e9
     compiled = line["flags"] == "compile"
     step = published.seconds(size, line["machine"], batch, rows, length, compile=compiled, **layout)
-    return batch * length / step / cards
+    return batch * length / step / machine.devices
 
 
 def model(line: Mapping[str, str]) -> ModelSize:
