@@ -69,6 +69,9 @@ class InteractionOptions:
     quantity_column: str | None = None
     """The column of quantities; by default quantity, qty, amount or the like. One of 0 or less is a return:
     what came back whole was not taken. none: it is not read."""
+    order_column: str | None = None
+    """The column of orders; by default order_id, invoice, Auftragsnummer or the like. An order is held out
+    whole; the column of times makes one of what a user took at one time. none: it is not read."""
     date_order: Literal["day", "month"] | None = None
     """What dates such as 3/4/2024 begin with; by default what the column shows."""
     vocab_size: int | None = None
@@ -86,7 +89,7 @@ class Interactions(TokenizedData):
     """
 
     Options: ClassVar[type] = InteractionOptions
-    version: ClassVar[int] = 8
+    version: ClassVar[int] = 9
     cache_name: ClassVar[str] = "data.interactions.Interactions"
     demo_vocabulary_size: ClassVar[int] = 512
 

@@ -45,14 +45,9 @@ def demo_interactions() -> RawInteractions:
     time = rng.permutation(len(user))
     made = pa.table({"user": user, "item": item, "time": time})
     table = Table("demo", dict(zip(made.column_names, made.column_names, strict=True)), made.to_batches)
-    return RawInteractions({"all": table}, _reader_texts(taste, rng), _book_texts(genre, rng))
-
-
-def _reader_texts(taste: np.ndarray, rng: np.random.Generator) -> dict[str, str]:
-    jobs_and_ages = (
-        (GENRES[first]["jobs"][rng.integers(2)], AGES[rng.integers(len(AGES))]) for first, _ in taste
-    )
-    return {str(reader): f"{age} {job}" for reader, (job, age) in enumerate(jobs_and_ages)}
+    jobs = ((GENRES[one]["jobs"][rng.integers(2)], AGES[rng.integers(len(AGES))]) for one, _ in taste)
+    readers = {str(reader): f"{age} {job}" for reader, (job, age) in enumerate(jobs)}
+    return RawInteractions({"all": table}, readers, _book_texts(genre, rng))
 
 
 def _book_texts(genre: np.ndarray, rng: np.random.Generator) -> dict[str, ItemText]:

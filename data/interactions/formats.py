@@ -31,9 +31,10 @@ COLUMNS = {
     for kind, words in USUAL_COLUMNS["interactions"].items()
 }
 """What is read of an interaction, and an item's title -> the usual names of its column, simplified."""
-READ = ("user", "item", "rating", "time", "quantity")
+READ = ("user", "item", "rating", "time", "quantity", "order")
 """What is read of an interaction, where it is there."""
 UNSPLIT = "interactions ratings log orders sales purchases transactions clicks views plays events reviews"
+UNSPLIT += " bestellungen auftraege verkaeufe"
 """Words in the name of a file that holds all interactions, not yet split."""
 SIDES = {s: {re.sub(r"_id|[*]", "", w) for w in USUAL_COLUMNS["interactions"][s]} for s in ("user", "item")}
 """Names of the tables of texts, without a plural's s: those of the columns that join them."""
@@ -79,7 +80,8 @@ class FolderFormat(NamedTuple):
 def usual_column(kind: str, available: Iterable[str]) -> str | None:
     """The column that is `kind` of COLUMNS, as its name says: customer_id, Customer-ID, customerId."""
     found = {simple_name(name): name for name in reversed([*available])}
-    return next((found[name] for name in COLUMNS[kind] if name in found), None)
+    shopify = ("name",) * (kind == "order" and "lineitemname" in found)
+    return next((found[name] for name in (*shopify, *COLUMNS[kind]) if name in found), None)
 
 
 def find_tables(path: Path, file_format: str | None) -> list[Path]:

@@ -83,20 +83,24 @@ def _ends_run(values: np.ndarray) -> np.ndarray:
 def in_time(log: InteractionLog) -> np.ndarray:
     """(n,) the rows of a user after those of the user before, each user's in time.
 
-    Of interactions at one time that of the larger item is later; without times the later in the file is.
+    Of interactions at one time that of the larger item is later, those of an order together; without times
+    the later in the file is.
     """
-    ties = (log.item,) if "time" in log.columns else ()
+    ties = [log.columns[name] for name in ("item", "order") if name in log.columns and "time" in log.columns]
     return np.lexsort((*ties, log.time, log.user))
 
 
 def split_last(log: InteractionLog, held_out: Sequence[str]) -> dict[str, InteractionLog]:
-    """A user's last interaction is `held_out[0]`, the last but one `held_out[1]`, if there are two.
+    """A user's last interaction is `held_out[0]`, the last but one `held_out[1]`, if there are two; where
+    there are orders, all of an order.
 
     Training keeps at least one: a user with two has one that is held out, a user with one has none.
     """
     order = in_time(log)
-    counts, user = np.bincount(log.user), log.user[order]
-    back = np.cumsum(counts)[user] - 1 - np.arange(len(user))  # 0 for a user's last
+    user = log.user[order]
+    ends = _ends_run(user) | _ends_run(log.columns.get("order", np.arange(len(log)))[order])
+    counts = np.bincount(user, ends).astype(np.int64)
+    back = np.cumsum(counts)[user] - 1 - (np.cumsum(ends) - ends)  # 0 for a user's last
     chosen = {split: (back == n) & (counts[user] >= n + 2) for n, split in enumerate(held_out)}
     train = np.sort(order[~np.logical_or.reduce([*chosen.values()])])
     parts = {split: log.take(order[rows]) for split, rows in reversed(chosen.items())}

@@ -26,7 +26,7 @@ from isobatch.data.interactions.log import (
     unique_pair_keys,
     without_returns,
 )
-from isobatch.data.interactions.tables import NUMBERS, Table, some_ids, whole_ids
+from isobatch.data.interactions.tables import Table, some_ids, whole_ids
 
 if TYPE_CHECKING:
     from isobatch.core.recipe import Recipe
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 RECENT_SHARES = (1 / 4, 1 / 16, 1 / 64)
 """Of the training interactions, the latest in which the popularity of items is counted."""
+LAST = ("leave-one-out", "last", "users")
+"""Splits that hold out what a user took last."""
 LEAST_RECENT = 100
 """Interactions in such a window at least, ten for each place of a list of ten. With fewer most items have
 none, and as equal scores count half, any item held out may then stand among the first ten of twenty."""
@@ -53,10 +55,11 @@ class Numbering:
         return whole_ids(self._place)
 
     def codes(self, column: Any) -> np.ndarray:
-        """(n,) int32 provisional numbers of a pyarrow array without empty values."""
+        """(n,) int32 provisional numbers of a pyarrow array; MISSING for an empty value."""
         coded, place = column.dictionary_encode(), self._place
-        of = [place.setdefault(str(value).strip(), len(place)) for value in coded.dictionary.to_pylist()]
-        return np.array(of, np.int32)[coded.indices.to_numpy()]
+        names = ["" if v is None or v != v else str(v).strip() for v in coded.dictionary.to_pylist()]
+        of = [place.setdefault(name, len(place)) if name else MISSING for name in (*names, "")]
+        return np.array(of, np.int32)[coded.indices.fill_null(len(names)).to_numpy()]
 
     def finish(self, named: Iterable[str] = ()) -> tuple[list[str], np.ndarray]:
         """(all ids in order, also those `named`; (provisional numbers,) int32 the place of each)."""
@@ -71,16 +74,21 @@ def read_log(table: Table, users: Numbering, items: Numbering, notes: list[str])
     """The interactions with provisional numbers of users and items, without returns. Raises UserError."""
     doing("reading interactions")
     parts: dict[str, list[np.ndarray]] = {"user": [], "item": []}
+    numbered = {"user": users, "item": items, "order": Numbering()}
     for batch in table.batches():
-        parts["user"].append(users.codes(batch["user"]))
-        parts["item"].append(items.codes(batch["item"]))
-        for name in NUMBERS:
-            if name in batch.schema.names:
-                values = batch[name].to_numpy(zero_copy_only=False)
-                values = values.astype(np.int64) if values.dtype.kind == "M" else values
-                parts.setdefault(name, []).append(values)
+        for name, column in zip(batch.schema.names, batch.columns, strict=True):
+            ids = numbered.get(name)
+            values = ids.codes(column) if ids else column.to_numpy(zero_copy_only=False)
+            parts.setdefault(name, []).append(values.astype(np.int64) if values.dtype.kind == "M" else values)
     empty = np.empty(0, np.int32)
     log = InteractionLog({name: np.concatenate(parts.pop(name) or [empty]) for name in [*parts]})
+    for name in ("user", "item"):
+        if lacking := int((log.columns[name] == MISSING).sum()):
+            said = f"{Path(table.name).name}: {lacking:,} of {len(log):,} rows have no {name}: left out"
+            if lacking == len(log):
+                raise UserError(f"{said}, so that none is left: --{name}-column says where they are")
+            notes.append(said)
+            log = log.take(log.columns[name] != MISSING)
     return without_returns(log, Path(table.name).name, notes)
 
 
@@ -106,6 +114,8 @@ class LogSplits:
         self.before: list[InteractionLog] = []
         """What held-out users had, where it is no training data."""
         self.logs = self._split(parts)
+        self.has_orders = self.method in LAST and "order" in self.logs["train"].columns
+        """Whether what a user took together is held out together."""
         self._require_held_out()
         self.seen = unique_pair_keys([self.logs["train"]], len(self.items))
         """The `pair_keys` of the training interactions, sorted, each once."""
@@ -121,7 +131,7 @@ class LogSplits:
     def protocol(self) -> str:
         """How the data is split, what is known of a user, and what each held-out item is ranked against."""
         options, repeats = self.options, self.options.repeats == "all"
-        said = [self.method]
+        said = [self.method + ", whole orders" * self.has_orders]
         said += ["test input train"] if options.test_input == "train" and "valid" in self.logs else []
         said += ["repeats all"] if repeats else []
         if self.negatives is not None:
@@ -204,12 +214,15 @@ class LogSplits:
         order = in_time(whole)
         order = order[np.lexsort((of_part[order], whole.user[order]))]  # stable
         user, item, time = whole.user[order], whole.item[order], whole.time[order]
-        if self.has_times and self.method in ("leave-one-out", "last", "users"):
+        if self.has_orders:
+            self.notes.append("a user's last order is held out whole (--order-column none: its last item)")
+        elif self.has_times and self.method in LAST:
             out = of_part[order] > len(self.before)
             tied = out[1:] & (user[1:] == user[:-1]) & (time[1:] == time[:-1]) & (item[1:] != item[:-1])
             if some := len(np.unique(user[1:][tied])):
                 of = f"of {some:,} of {len(np.unique(user[out])):,} held-out users the last items are tied"
-                self.notes.append(f"{of} (one time): the larger id counts as the later")
+                way = "counts as the later; --order-column, perhaps that of times, holds an order out whole"
+                self.notes.append(f"{of} (one time): the larger id {way}")
         return item, np.append(0, np.cumsum(whole.counts("user", len(self.users))))
 
     def _inputs(self, split: str) -> np.ndarray:
@@ -298,22 +311,19 @@ class LogSplits:
     def _rivals(self, split: str, log: InteractionLog) -> np.ndarray:
         """(n, negatives) int32: what each held-out item is ranked against; -1 for none."""
         if split == "test" and self.negatives is not None:
-            return self._given_rivals(self.negatives, log)
+            given = self.negatives
+            if len(given) != len(log):
+                why = "some test rows are the same, or below --min-rating"
+                raise UserError(f"--data {self.recipe.data}: {why}")
+            index = {name: number for number, name in enumerate(self.items)}
+            named, where = np.unique(given, return_inverse=True)
+            return np.array([index[str(n)] for n in named], np.int32)[where.reshape(given.shape)]
         count = self.options.eval_negatives
         drawn = draw_eval_negatives(log.user, self.no_rivals[split], len(self.items), count)
         if short := int((drawn == MISSING).any(1).sum()):
             few = f"{split}: {short} users have fewer than {count} unseen items"
             self.notes.append(f"{few}: theirs are ranked against those there are")
         return drawn
-
-    def _given_rivals(self, given: np.ndarray, log: InteractionLog) -> np.ndarray:
-        """(test rows, n) int32: the items that the data names for each test row."""
-        if len(given) != len(log):
-            raise UserError(f"--data {self.recipe.data}: some test rows are the same, or below --min-rating")
-        index = {name: number for number, name in enumerate(self.items)}
-        named, where = np.unique(given, return_inverse=True)
-        number = np.array([index[str(n)] for n in named], np.int32)
-        return np.asarray(number[where].reshape(given.shape))
 
 
 def join_notes(what: str, own: list[str], described: Collection[str]) -> Iterator[str]:

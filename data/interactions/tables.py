@@ -35,6 +35,8 @@ BASKETS = ("items", "products", "articles", "skus")
 """Names of the column of items, where a cell holds several."""
 FIELD = re.compile(r"[^\s,;|]+")
 """A user or an item in a sequence."""
+IDS = ("user", "item", "order")
+"""Columns that hold ids."""
 ID_TYPES = re.compile("(large_)?string$|u?int|double|float|halffloat|dictionary|decimal|bool|date|null")
 DATE = r"^(?P<day>\d\d?)[./-](?P<month>\d\d?)[./-](?P<year>\d{4})"
 LINE = "line"
@@ -129,23 +131,22 @@ class Table:
         )
 
     def _checked(self, name: str, values: pa.Array, before: int) -> pa.Array:
-        """The values as `batches` gives them. Raises UserError where one is missing or cannot be that."""
+        """The values as `batches` gives them. Raises UserError where a number is missing, or one cannot be
+        that.
+        """
         from pyarrow import compute, types
 
-        values = self._numbers(name, values) if name in NUMBERS else values
-        empty = values.is_null(nan_is_null=name != "rating")
-        if name == "time" and types.is_floating(values.type):
-            empty = compute.or_(empty, compute.is_inf(values).fill_null(False))
-        if name in ("user", "item"):
+        if name in IDS:
             is_decimal, kind = types.is_floating(values.type), str(values.type)
             if is_decimal and (compute.max(compute.abs(values)).as_py() or 0) >= 2**53:
                 kind = "rounded, as decimals beyond 2^53 are"
             if not ID_TYPES.match(kind):
                 raise UserError(f"{self.name}: its {name}s are {kind}: give an integer or text in each row")
-            values = values.dictionary_encode()
-            if "string" in str(values.dictionary.type):  # cells of blanks are empty, too
-                blank = compute.equal(compute.utf8_trim_whitespace(values.dictionary), "")
-                empty = blank.take(values.indices).fill_null(True) if blank.true_count else empty
+            return values.dictionary_encode()
+        values = self._numbers(name, values) if name in NUMBERS else values
+        empty = values.is_null(nan_is_null=name != "rating")
+        if name == "time" and types.is_floating(values.type):
+            empty = compute.or_(empty, compute.is_inf(values).fill_null(False))
         if empty.true_count:
             row = before + empty.index(True).as_py() + 1
             raise UserError(f"{self.name} row {row}: has no {name}: fill it in, or leave the row out")
@@ -162,10 +163,13 @@ class Table:
             wanted = [pa.int64(), pa.float64(), pa.timestamp("us"), pa.timestamp("us", "UTC")]
         if types.is_temporal(kind):
             wanted = wanted[2:3]
+        elif "string" in str(kind) and name != "time":
+            coded = values.dictionary_encode()
+            found = delimited.numbers(coded.dictionary.to_pylist())
+            values = pa.array(found).take(coded.indices) if {*map(type, found)} == {float} else values
         elif "string" in str(kind):
             trimmed = self._as_iso(compute.utf8_trim_whitespace(values))
             values = compute.replace_substring_regex(trimmed, r"(:\d\d\.\d{6})\d+", r"\1")  # nanoseconds
-            values = compute.replace_substring(values, ",", ".") if name == "quantity" else values
         elif not types.is_signed_integer(kind):  # a cast would cut decimals off
             wanted = wanted[-3:]
         for one in wanted:
@@ -198,10 +202,13 @@ def delimited_table(file: Path, shape: Shape, columns: Mapping[str, str] | None 
             yield from _batches(shape.names, (row for _, row in fields))
             return
         ids = pa.dictionary(pa.int32(), pa.string()) if shape.rows else pa.int64()
-        known = {"user": ids, "item": ids, **dict.fromkeys(NUMBERS, pa.string())}
+        known = {**dict.fromkeys(IDS, ids), **dict.fromkeys(NUMBERS, pa.string())}
         kinds = {column: known[name] for name, column in chosen.items() if name in known}
         convert = arrow.ConvertOptions(
-            include_columns=[*chosen.values()], column_types=kinds, null_values=[""], strings_can_be_null=True
+            include_columns=[*{*chosen.values()}],
+            column_types=kinds,
+            null_values=[""],
+            strings_can_be_null=True,
         )
         options = arrow.ReadOptions(skip_rows=skip, column_names=shape.names, block_size=BLOCK_BYTES)
         options.use_threads = False  # else an error does not name its row

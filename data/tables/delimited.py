@@ -19,6 +19,12 @@ USUAL = re.compile(r"(?i)(.*_)?(id|text|label|user|item|rating|title|name|tokens
 """A word that only a row of names holds."""
 ATOMIC = (".inter", ".item", ".user")
 """Endings of RecBole's tables: tabs, and a type behind each name, as in `user_id:token`."""
+UNITS = re.compile(r"(?i)[$€£¥]|\b(?:CHF|EUR|USD|GBP|S?Fr)\b\.?|(?<=\d)[.,]-+|^None$")
+NUMBER_FORMS = {
+    mark: re.compile(rf"[+-]?([1-9]\d{{0,2}}([{other}'\u2019\s]\d{{3}})+|\d+)([{mark}]\d+)?-?")
+    for mark, other in (",.", ".,")
+}
+"""Sign before decimals -> a number as German, English and Swiss writing has it."""
 HAS_DIGIT = re.compile(r"\d")
 ATOMIC_TYPE = re.compile(":(token|float)(_seq)?$")
 
@@ -136,6 +142,26 @@ def is_number(cell: Any) -> bool:
     except (TypeError, ValueError):
         return False
     return True
+
+
+def numbers(cells: Iterable[Any]) -> list[Any]:
+    """The cells of a column with the numbers that they hold: 1.234,50 €, CHF 1'234.50, 12,- and SAP's 3- for
+    -3, too; NaN for an empty one, and other texts as they are.
+
+    Decimals are parted as most cells tell, and by a comma where all hold one.
+    """
+    given = [*cells]
+    texts = [UNITS.sub("", str(cell)).strip() for cell in given]
+    fits = {mark: sum(map(bool, map(form.fullmatch, texts))) for mark, form in NUMBER_FORMS.items()}
+    mark = "," if fits[","] > fits["."] or all("," in text for text in texts) else "."
+
+    def number(cell: Any, text: str) -> Any:
+        if NUMBER_FORMS[mark].fullmatch(text):
+            text = "-" * ("-" in text) + re.sub(rf"[^\d{mark}]", "", text).replace(mark, ".")
+        text = text or "nan" * (cell in (None, ""))
+        return float(text) if is_number(text) else cell
+
+    return [number(*both) for both in zip(given, texts, strict=True)]
 
 
 def read(lines: Iterable[str], file: Path, shape: Shape) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -260,7 +260,7 @@ def _headline(state: Training, builder: Builder) -> str:
     size = state.task.model_size(state.facts)
     seconds = steps * step + evaluation_seconds(recipe, state.facts, builder.schedules, size, plan)
     epochs = math.ceil(sum(recipe.epochs or [1.0]) * FEW_STEPS / max(steps, 1))
-    few = steps < FEW_STEPS and recipe.data is not None and recipe.steps is None
+    few = 0 < steps < FEW_STEPS and recipe.data is not None and recipe.steps is None
     return (
         f"{recipe.task}: {state.facts.samples['train']:,} samples, global batch"
         f" {recipe.batch_size}, {steps:,} steps on {world.size} x"

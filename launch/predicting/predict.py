@@ -8,7 +8,6 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -28,7 +27,7 @@ from isobatch.launch.commands.export import PARITY
 from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.local.run_setup import is_prepared, open_run
 from isobatch.launch.predicting import tables
-from isobatch.launch.predicting.recommend import ListOptions, answer_users, restrict
+from isobatch.launch.predicting.recommend import ListOptions, list_predictor
 from isobatch.models import protocols
 from isobatch.models.encoder import prediction
 from isobatch.models.encoder.evaluation import has_text_pairs
@@ -57,6 +56,10 @@ class FormOptions(ListOptions):
     model needs says nothing of another form."""
     neighbours: number_ranges.Positive | None = None
     """Of a classifier, in its trained form: the so many most alike training texts, with label and cosine."""
+
+
+MARKS = {"unknown": "with unknown items, left out", "fallback": "with what most users took"}
+"""What a recommender says beside an answer, and how rows of it are counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,9 +160,7 @@ class Answerer:
         """
         unanswered: dict[str, list[tables.UnansweredRowError]] = defaultdict(list)
         blank: dict[str, Any] = {}
-        rows, left_out, withheld = self.rows, list[str](), Counter[bool]()
-        if isinstance(rows, tables.UserReader):
-            rows = dataclasses.replace(rows, left_out=left_out)
+        rows, marks, withheld = self.rows, defaultdict[str, list[Any]](list), Counter[bool]()
         waiting = iter(tables.read_table(file, columns=[rows.column, rows.pair]))
         for number in itertools.count():
             doing(f"predicting: {number * tables.CHUNK_ROWS:,} rows done")
@@ -174,6 +175,8 @@ class Answerer:
             if not (samples or blank):
                 raise next(iter(unanswered.values()))[0]
             answers = dict(zip(samples, self.predict(list(samples.values())), strict=True))
+            for mark in MARKS:  # as a recommender's answers have in service
+                marks[mark] += [answer.pop(mark) for answer in answers.values() if mark in answer]
             blank = blank or _without_values(next(iter(answers.values())))
             withheld.update(one["abstained"] for one in answers.values() if "abstained" in one)
             yield [tables.beside(row, answers.get(place, blank)) for place, (_, row) in enumerate(chunk)]
@@ -183,8 +186,7 @@ class Answerer:
         ]
         if withheld:
             said.append(f"abstained: {withheld[True]:,} of {withheld.total():,} answers are not sure enough")
-        if left_out:
-            said.insert(0, f"{counted(len(left_out), 'unknown item')} left out: {left_out[0]}")
+        said += [f"{counted(len(m), 'row')} {MARKS[k]}; the first: {m[0]}" for k, m in marks.items() if m]
         if isinstance(self.predict, prediction.TextClassifier) and (drifted := self.predict.drift()):
             said.append(f"the texts differ from those of validation (in brackets): {'; '.join(drifted)}")
         print_lines(*said)
@@ -240,9 +242,8 @@ def open_answerer(found: Found, options: ModelOptions) -> Answerer:
     if isinstance(task, protocols.OpensItemLists):
         _refuse_unread(options, what, "text_column", *LISTS)
         lists = task.open_lists(run.final, options.by)
-        print_lines(f"ranked by {lists.by}", *restrict(lists, options, asked.get("item_column")))
         users = tables.UserReader(text or asked.get("user_column"), lists=lists)
-        return Answerer(partial(answer_users, lists, options.top), users)
+        return Answerer(list_predictor(lists, options, asked.get("item_column")), users)
     if isinstance(task, protocols.ScoresAnswers):
         _refuse_unread(options, what)
         tokenizer = tokenizers.open_tokenizer(run.final / TOKENIZER_FILE)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from isobatch.core import number_ranges
 from isobatch.core.errors import UserError
@@ -14,13 +15,15 @@ from isobatch.core.flags import nearest_hint
 from isobatch.core.terminal import doing, print_answer, print_lines
 from isobatch.data import readers
 from isobatch.data.interactions.formats import usual_column
+from isobatch.data.interactions.tables import DATE
+from isobatch.data.tables import delimited
 from isobatch.launch.commands.evaluate import require_capability
 from isobatch.launch.local.run_setup import AnswerOptions, TrustOptions, open_single_run
 from isobatch.launch.predicting import tables
 from isobatch.models.protocols import OpensItemLists
-from isobatch.models.recommendation.recommendations import POPULARITY, RECENT
 
 if TYPE_CHECKING:
+    from isobatch.models.protocols import Predictor
     from isobatch.models.recommendation.recommendations import Recommendations
 
     Answer = tuple[dict[str, Any], list[dict[str, Any]]]
@@ -31,7 +34,10 @@ LISTS_AT_A_TIME = 1000
 ROWS_AT_A_TIME = 1 << 20
 MOST_NAMED = 5
 GUEST_COLUMNS = "a user and an item are needed: name them user_id and item_id, or as the run's data does"
+MARKS = ("taken", "fallback")
+"""What was asked, and why a list is another, which are no columns of a file."""
 NOTHING_LEFT = "what users had is left out unless --with-seen, and --only and --without restrict the rest"
+NOTHING_KNOWN = "no item is known to training: the list is what most users took"
 EMPTY_LIST = f"recommend: nothing is left to offer: {NOTHING_LEFT}"
 
 
@@ -70,28 +76,23 @@ class RecommendOptions(ListOptions, AnswerOptions):
     guests: str | None = None
     """Users who were not in training: a file with a row for each item that one took (user, item and perhaps
     quantity, which weighs a user's items against each other), or with a list `items` in a row."""
+    user_column: str | None = None
+    """The column of users in such a file; by default the run's own, or a usual name."""
+    item_column: str | None = None
+    """The column of items in a file; by default the run's own, or a usual name."""
     similar_to: str | None = None
     """Items like this one, by its id or title."""
     out: str | None = None
     """Write a row for each item here, Parquet, csv or jsonl; without another word the lists of all users."""
 
 
-class ListRequest(NamedTuple):
-    """What a client asks of a recommender for one user: an id, or items that somebody took."""
-
-    user: str | list[str]
-    top: int | None
-    without: frozenset[str]
-    """Ids of items that are not offered."""
-
-
 def answer_users(
-    lists: Recommendations, top: int, asked: Sequence[str | list[str] | ListRequest]
+    lists: Recommendations, top: int, asked: Sequence[str | list[str] | tables.ListRequest]
 ) -> list[dict[str, Any]]:
     """`items`, `titles` and `scores` for each, computed together for users by id. Raises UserError; a client
     gets the popular list in its place, and the answer has `unknown` items, or why it is a `fallback`.
     """
-    requests = [one if isinstance(one, ListRequest) else ListRequest(one, None, frozenset()) for one in asked]
+    requests = [one if isinstance(one, tables.ListRequest) else tables.ListRequest(one) for one in asked]
     most = max((one.top or top) + len(one.without) for one in requests)
     ids = [user for user, *_ in requests if isinstance(user, str) and lists.knows_user(user)]
     known, answers = dict(zip(ids, lists.recommend_each(ids, most), strict=True)), []
@@ -134,7 +135,8 @@ def recommend(words: Sequence[str]) -> int:
     if options.out is not None:  # before the lists are read
         tables.check_out(options.out, None)
     lists = task.open_lists(run.final, options.by)
-    columns = [run.recipe.options.get(f"{name}_column") for name in ("user", "item", "time")]
+    names = [f"{name}_column" for name in ("user", "item", "time")]
+    columns = [getattr(options, name, None) or run.recipe.options.get(name) for name in names]
     remarks = restrict(lists, options, columns[1])
     if not options.json:  # which has it inside
         remarks.append(f"ranked by {lists.by}")
@@ -186,21 +188,26 @@ def _lists(
         return iter([({"similar_to": options.similar_to}, lists.similar(options.similar_to, top))])
     if options.items is not None:
         taken = _named_items(lists, "--items", options.items, columns[1])
-        if tables.is_table(options.items) and (known := [n for n in taken if lists.knows_item(n)]):
-            remarks += _unknown("--items", [n for n in taken if n not in known])
-            taken = known
+        if tables.is_table(options.items):
+            remarks += _unknown("--items", [n for n in taken if not lists.ids_of(n)])
+            taken = [n for n in taken if lists.ids_of(n)]
         remarks += lists.remarks(taken)
-        return iter([({"taken": taken}, lists.for_items(taken, top))])
+        remarks += [] if any(map(lists.knows_item, taken)) else [f"--items: {NOTHING_KNOWN}"]
+        return iter([_by_items(lists, {"taken": taken}, taken, top)])
     if options.guests is not None:
-        guests = _read_guests(lists, options.guests, columns, remarks).items()
-        popular = lists.by in (POPULARITY, RECENT)  # which need to know nothing of a user
-        asked = [(u, g) for u, g in guests if g or popular or options.out is None]  # a file has no empty list
-        return (
-            ({"user": u}, lists.for_items([*g], top, [*g.values()]) if g or popular else []) for u, g in asked
-        )
+        guests = _read_guests(lists, options.guests, columns, remarks)
+        return (_by_items(lists, {"user": u}, [*g], top, [*g.values()]) for u, g in guests.items())
     if options.user is not None:
         return (({"user": u}, lists.recommend(u, top)) for u in lists.split_users(options.user))
     return None
+
+
+def _by_items(lists: Recommendations, asked: dict[str, Any], taken: Sequence[str], *more: Any) -> Answer:
+    """The list of who took these items; where training knows none, what most users took. `more`: its length,
+    perhaps how many of each item."""
+    if any(map(lists.knows_item, taken)):
+        return asked, lists.for_items(taken, *more)
+    return asked | {"fallback": NOTHING_KNOWN}, lists.popular(more[0])
 
 
 def _read_guests(
@@ -223,7 +230,7 @@ def _read_guests(
                 readers.require_name(column or usual, [*row], where, otherwise=GUEST_COLUMNS)
             given = [row[str(item)]]
         quantity = usual_column("quantity", row)
-        amount = _number(row[quantity] if quantity else 1)
+        (amount,) = delimited.numbers([row[quantity] if quantity else 1])
         if not isinstance(amount, float) or not 0 < amount < float("inf"):
             raise UserError(
                 f"{where}: {quantity} {row[str(quantity)]}: leave out rows where it is not above 0"
@@ -234,14 +241,9 @@ def _read_guests(
                 taken[name] = taken.pop(name, 0.0) * bool(quantity) + amount  # its last place counts
             else:
                 unknown.append(name)
-    said = _unknown("--guests", unknown)
-    empty = sum(not taken for taken in guests.values()) if lists.by not in (POPULARITY, RECENT) else 0
-    if empty:
-        what = f"--guests: {empty:,} of {len(guests):,} users have no known item, and get no list"
-        said.append(f"{what}: --by popularity has one for them")
-    if empty == len(guests):
-        raise UserError("; ".join(said))
-    remarks += said
+    remarks += _unknown("--guests", unknown)
+    if empty := sum(not taken for taken in guests.values()):
+        remarks.append(f"--guests: of {empty:,} of {len(guests):,} users {NOTHING_KNOWN}")
     return guests
 
 
@@ -252,24 +254,17 @@ def _column(row: Mapping[str, Any], given: str | None, kind: str) -> str | None:
 
 def _when(cell: Any) -> tuple[float, str]:
     """What sorts rows by time: none comes first; dates, which sort as written, come after numbers."""
-    time = _number(cell)
+    (time,) = delimited.numbers([cell])
     if not isinstance(time, float):
-        return float("inf"), str(time)
+        return float("inf"), re.sub(r"\b(\d)\b", r"0\1", re.sub(DATE, r"\3-\2-\1", str(time)))
     return time if time == time else -float("inf"), ""
-
-
-def _number(cell: Any) -> Any:
-    """The number that a cell holds, NaN for an empty one; otherwise the cell."""
-    with contextlib.suppress(TypeError, ValueError):
-        return float("nan" if cell in (None, "") else cell)
-    return cell
 
 
 def _rows(answers: Iterator[Answer]) -> Iterator[tuple[list[dict[str, Any]], int, int]]:
     """Rows as files have them: whose it is, rank from 1, item, title, score; how many lists; empty ones."""
     while block := list(itertools.islice(answers, LISTS_AT_A_TIME)):
         rows = [
-            {**{name: value for name, value in asked.items() if name != "taken"}, "rank": rank, **entry}
+            {**{name: value for name, value in asked.items() if name not in MARKS}, "rank": rank, **entry}
             for asked, entries in block
             for rank, entry in enumerate(entries, 1)
         ]
@@ -311,16 +306,34 @@ def restrict(lists: Recommendations, options: ListOptions, column: str | None) -
 
     `column`: of the items in a file; by default a usual name, or the only one there is.
     """
-    out = [_number(n.strip()) for n in (options.without_category or "").split(",") if n.strip()]
+    out = delimited.numbers(n.strip() for n in (options.without_category or "").split(",") if n.strip())
     where = options.where or ""
     if (where or out) and not tables.is_table(options.only or ""):
         raise UserError("--where, --without-category: are about a table: name it, as in --only products.csv")
     only = None if options.only is None else _named_items(lists, "--only", options.only, column, where, out)
     without = _named_items(lists, "--without", options.without, column) if options.without is not None else ()
-    said = _unknown("--only, --without", lists.restrict(only, without, options.with_seen))
-    if not lists.offered:
-        raise UserError("; ".join(["--only, --without: no item is left to offer: give others", *said]))
-    return said
+    return _unknown("--only, --without", lists.restrict(only, without, options.with_seen))
+
+
+def list_predictor(lists: Recommendations, options: ListOptions, column: str | None) -> Predictor:
+    """Answers by lists that are restricted as the flags say; a file of theirs that has changed is read again.
+
+    Raises UserError; where a file cannot be read again once, lists then stay as they are.
+    """
+    files = [
+        Path(name).expanduser() for name in (options.only, options.without) if tables.is_table(name or "")
+    ]
+    read = [-1.0]
+
+    def predict(asked: Sequence[Any]) -> list[dict[str, Any]]:
+        if read != (now := [file.stat().st_mtime for file in files if file.is_file()]):
+            read[:] = now
+            print_lines(*restrict(lists, options, column))
+        return answer_users(lists, options.top, asked) if asked else []
+
+    print_lines(f"ranked by {lists.by}")
+    predict([])
+    return predict
 
 
 def _unknown(flag: str, missing: Sequence[str]) -> list[str]:
@@ -337,13 +350,14 @@ def _named_items(
     if not tables.is_table(text):
         return lists.split_items(text)
     located = [*tables.read_table(text, flag, [column])]
-    rows = [row for _, row in (_where_true(located, where) if where else located)]
-    there = [_number(row.get("category")) for _, row in located] if out else []
+    category = usual_column("category", located[0][1])
+    there = delimited.numbers(row.get(category or "") for _, row in located) if out else []
     if lost := [str(name) for name in out if name not in there]:
         known = [*dict.fromkeys(str(one) for one in there if one == one)]
         close = f"{nearest_hint(lost[0], known)}; there is: {', '.join(known[:MOST_NAMED]) or 'none'}"
         raise UserError(f"--without-category {lost[0]}: no row of {text} has this category{close}")
-    rows = [row for row in rows if _number(row.get("category")) not in out] if out else rows
+    offered = [one for one, its in itertools.zip_longest(located, there) if its not in out or not out]
+    rows = [row for _, row in (_where_true(offered, where) if where and offered else offered)]
     columns = [*located[0][1]]
     usual = column if column in columns else usual_column("item", columns)
     name = usual or (columns[0] if len(columns) == 1 else None)
@@ -359,9 +373,12 @@ def _where_true(located: Sequence[tuple[str, Any]], where: str) -> list[tuple[st
     from jinja2 import StrictUndefined, TemplateError
     from jinja2.sandbox import SandboxedEnvironment
 
+    named = {n: delimited.numbers(row.get(n) for _, row in located) for n in located[0][1] if n in where}
+    rows = zip(located, *named.values(), strict=True)
     try:
         meets = SandboxedEnvironment(undefined=StrictUndefined).compile_expression(where, False)
-        return [one for one in located if meets({name: _number(cell) for name, cell in one[1].items()})]
+        return [one for one, *cells in rows if meets(dict(zip(named, cells, strict=True)))]
     except (TemplateError, ArithmeticError, AttributeError, TypeError, ValueError) as error:
-        names = ", ".join(located[0][1])
-        raise UserError(f"--where {where}: {error}: write columns ({names}), numbers and 'texts'") from None
+        why = "a cell holds text where a number is asked for" if isinstance(error, TypeError) else error
+        way = f"write columns ({', '.join(located[0][1])}), numbers and 'texts', with ==, and, or, not, in"
+        raise UserError(f"--where {where}: {why}: {way}") from None

@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
@@ -37,7 +37,7 @@ ROW_ENDINGS = (".csv", ".tsv", ".jsonl", ".json", ".parquet", ".conll", LINES)
 OUT_ENDINGS = (".csv", ".jsonl", ".parquet")
 ITEMS_COLUMN = "items"
 """A list of what a user took who was not in training."""
-NO_TEXT, UNKNOWN_USER = "no text", "training knew nothing of the user"
+NO_TEXT = "no text"
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -170,6 +170,15 @@ def flatten(row: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
+class ListRequest(NamedTuple):
+    """What is asked of a recommender for one user: an id, or items that somebody took."""
+
+    user: str | list[str]
+    top: int | None = None
+    without: frozenset[str] = frozenset()
+    """Ids of items that are not offered."""
+
+
 class UnansweredRowError(UserError):
     """A row that gets no answer, and does not end the command."""
 
@@ -263,29 +272,15 @@ class UserReader(RowReader):
 
     lists: Any = None
     """`Recommendations`: knows users, and items of which a cell names several with commas between them."""
-    left_out: list[str] | None = None
-    """Where given, unknown items of a row are put here, each with its place, and their row goes on."""
 
-    def from_row(self, row: Mapping[str, Any], where: str) -> str | list[str]:
+    def from_row(self, row: Mapping[str, Any], where: str) -> ListRequest:
         taken = None if self.column in row else row.get(ITEMS_COLUMN)
         if isinstance(taken, str) and taken.strip():
             taken = self.lists.split_items(taken)
         if isinstance(taken, list):
-            return self._known_items([str(item) for item in taken], f"{where}: {ITEMS_COLUMN}")
+            return ListRequest([str(item) for item in taken])
         column = find_column(row, self.column, [usual_column("user", row) or "user_id"], where)
-        user = self.from_text(row[column], where)
-        if self.left_out is not None and not self.lists.knows_user(user):
-            raise UnansweredRowError(f"{where}: user {user}: is not in the training data", UNKNOWN_USER)
-        return user
-
-    def _known_items(self, items: list[str], where: str) -> list[str]:
-        if self.left_out is None:
-            return items
-        known = [item for item in items if self.lists.knows_item(item)]
-        self.left_out.extend(f"{where}: item {item}" for item in items if item not in known)
-        if not known:
-            raise UnansweredRowError(f"{where}: is empty, or unknown to training: leave it out", UNKNOWN_USER)
-        return known
+        return ListRequest(self.from_text(row[column], where))
 
     def from_text(self, value: Any, where: str) -> str:
         return str(value) if isinstance(value, int | float) else require_text(value, where)

@@ -17,8 +17,7 @@ from starlette.routing import Route
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import nearest_hint
-from isobatch.launch.predicting.recommend import ListRequest
-from isobatch.launch.predicting.tables import ITEMS_COLUMN, UserReader
+from isobatch.launch.predicting.tables import ITEMS_COLUMN, ListRequest, UserReader
 
 if TYPE_CHECKING:
     from isobatch.launch.predicting.predict import Answerer
@@ -165,7 +164,7 @@ def _samples(body: dict[str, Any], answerer: Answerer) -> list[Any]:
     read = rows.from_text if field == "texts" else rows.from_row
     samples = [read(value, f"{field}[{n}]") for n, value in enumerate(values)]
     out = frozenset(item for name in without for item in users.lists.ids_of(str(name))) if users else None
-    return samples if out is None else [ListRequest(user, top, out) for user in samples]
+    return samples if out is None else [ListRequest(getattr(one, "user", one), top, out) for one in samples]
 
 
 def application(routes: list[Route], name: str) -> Starlette:

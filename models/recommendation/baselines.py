@@ -55,11 +55,18 @@ class Fitted(NamedTuple):
 
 
 @torch.no_grad()
-def fit_unmeasured(net: Any, final: Path, has_model: bool = True, earlier: Path | None = None) -> None:
-    """Keep the baselines in `final` where nothing is held out, with the model for BEST, or EASE where the
-    network was not trained. `earlier`: see `final_figures`.
+def fit_unmeasured(net: Any, final: Path, has_model: bool = True, earlier: Path | None = None) -> str:
+    """Keep the baselines in `final` where nothing is held out. BEST is what the run in `earlier` chose on its
+    validation data, which is said; "" where it chose nothing, and BEST the model, or EASE without a network.
     """
-    _write(final, net, _fitted(net, None, 0, earlier), MODEL if has_model else EASE)
+    fitted = _fitted(net, None, 0, earlier)
+    kept, best = _read(earlier) if earlier and (earlier / BASELINES_FILE).is_file() else ({}, "")
+    shares = {name: float(share) for name, share in kept.get(BLEND, {}).items()}
+    if not shares or not {*fitted, POPULARITY, BLEND, *[MODEL] * has_model}.issuperset({best, *shares}):
+        _write(final, net, fitted, MODEL if has_model else EASE)
+        return ""
+    _write(final, net, {**fitted, BLEND: Fitted(0.0, {}, kept[BLEND])}, best)
+    return " + ".join(f"{share:g} {name}" for name, share in shares.items()) if best == BLEND else best
 
 
 @torch.no_grad()
@@ -198,17 +205,15 @@ def _scorers(net: Any, kept: Mapping[str, Arrays]) -> dict[str, ranking.Scorer]:
         ),
         POPULARITY: lambda user, _: net.counts.float().cpu().expand(len(user), -1),
     }
-    found |= {name: partial(_score_classic, net, name, kept[name]) for name in CLASSICS if name in kept}
+    for name in CLASSICS.keys() & kept.keys():
+        score = partial(CLASSICS[name].score, kept[name])
+        found[name] = lambda user, inputs, score=score: score(input_matrix(net, user, inputs))
     if BLEND in kept:
         shares = [(found[name], float(share)) for name, share in kept[BLEND].items()]
         found[BLEND] = lambda user, inputs: sum(
             (share * standardized(one(user, inputs)) for one, share in shares), torch.zeros(())
         )
     return found
-
-
-def _score_classic(net: Any, name: str, arrays: Arrays, user: Tensor, inputs: Tensor) -> Tensor:
-    return CLASSICS[name].score(arrays, input_matrix(net, user, inputs))
 
 
 def paired_interval(differences: Tensor, users: Tensor) -> list[float] | None:

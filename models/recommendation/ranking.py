@@ -124,7 +124,9 @@ def measure(net: Any, scorer: Scorer, batches: Iterable[Batch], k: int) -> Ranke
     several = len(pairs) > len(user.unique())
     found: dict[str, list[Tensor]] = {}
     listed = torch.zeros(items, dtype=torch.bool)
-    information, novelty = self_information(net), torch.full((len(net.user_text),), torch.nan).double()
+    takers = torch.bincount(net.seen.cpu() % items, minlength=items).clamp_min(1).double()
+    information = torch.log2((net.trained.cpu() > 0).sum() / takers)  # -log2 of the share of users
+    novelty = torch.full((len(net.user_text),), torch.nan).double()
     for chunk in itertools.chain.from_iterable(chunks(net, batch) for batch in joined):
         users, rows = chunk["user"].long().unique(return_inverse=True)
         inputs = torch.empty_like(users).scatter_(0, rows, chunk["inputs"].long())
@@ -196,12 +198,6 @@ def user_means(pair: Tensor, rank: Tensor, items: int, k: int) -> dict[str, floa
     }
     sums = {n: (torch.zeros(len(count)).double().index_add(0, group, g), by) for n, (g, by) in each.items()}
     return {name: float((total / by).mean()) for name, (total, by) in sums.items()}
-
-
-def self_information(net: Any) -> Tensor:
-    """(items,) fp64: -log2 of the share of the training users who took an item, at least one of them."""
-    takers = torch.bincount(net.seen.cpu() % len(net.item_text), minlength=len(net.item_text))
-    return torch.log2((net.trained.cpu() > 0).sum() / takers.clamp_min(1).double())
 
 
 def row_groups(net: Any, user: Tensor, item: Tensor) -> Mapping[str, Tensor]:

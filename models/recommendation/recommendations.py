@@ -143,20 +143,16 @@ class Recommendations:
     ) -> list[str]:
         """From now on, lists hold items of `only` (ids or titles) alone, none of `without`, and with
         `with_seen` also those that the user had; a title stands for all that have it. Returns the names that
-        no item has.
+        no item has. Raises RecommendationError, and changes nothing, where no item is left.
         """
         known = [[n for name in names for n in self._numbers_of(name)] for names in (only or (), without)]
-        if only is not None:
-            self._offered[:] = False
-            self._offered[known[0]] = True
-        self._offered[known[1]] = False
-        self._with_seen = with_seen or self._repeats
+        offered = np.full(len(self.items), only is None)
+        offered[known[0]] = True
+        offered[known[1]] = False
+        if not offered.any():
+            raise RecommendationError("--only, --without: no item is left to offer: give others")
+        self._offered[:], self._with_seen = offered, with_seen or self._repeats
         return [name for name in (*(only or ()), *without) if not self._numbers_of(name)]
-
-    @property
-    def offered(self) -> int:
-        """How many items lists may hold."""
-        return int(self._offered.sum())
 
     def scores(self, user: int) -> Any:
         """(items,) scores of a user by number."""
@@ -244,7 +240,7 @@ class Recommendations:
         u = np.pad(self.vectors(users).astype(np.float64), ((0, 0), (0, 1)), constant_values=1)
         variance = (np.matmul(u[:, None], covariance)[:, 0] * u).sum(1)
         u *= share / (np.sqrt(variance)[:, None] + TINY)
-        return self._by_products(u, items, self._no_bias, room)
+        return self._by_products(u, items, np.zeros_like(items[:, 0]), room)
 
     @property
     def has_vectors(self) -> bool:
@@ -254,10 +250,6 @@ class Recommendations:
     def vectors(self, users: np.ndarray) -> np.ndarray:
         """(n, dim) of users by number."""
         return self.arrays["users"][users]
-
-    @cached_property
-    def _no_bias(self) -> np.ndarray:
-        return np.zeros_like(self.arrays["bias"])
 
     @cached_property
     def _centred(self) -> tuple[np.ndarray, np.ndarray]:
@@ -539,7 +531,7 @@ class BaselineRecommendations(Recommendations):
             shares = sorted(((float(share[0]), name) for name, share in self._kept.items()), reverse=True)
             self._parts = [(share, open_recommendations(folder, name, self)) for share, name in shares]
         elif by == ALS:
-            self.arrays = {**self.arrays, "items": self._kept["items"], "bias": self._no_bias}
+            self.arrays = {**self.arrays, "items": self._kept["items"], "bias": self._kept["items"][:, 0] * 0}
         if not any(part.by == MODEL for _, part in self._parts):
             self.described = np.zeros_like(self.described)
 
@@ -577,11 +569,14 @@ class BaselineRecommendations(Recommendations):
         if dense is not None and len(room) >= FEW:
             x = np.zeros((len(room), len(self.items)), room.dtype)
             x[owner, item] = 1
-            return np.matmul(x, dense, out=room)
-        room.fill(0)
-        pair, places = _spans(self._kept["starts"], item)
-        amount = values[places] if np.ndim(amounts) == 0 else values[places] * amounts[pair]
-        np.add.at(room.reshape(-1), owner[pair] * len(self.items) + targets[places], amount)
+            np.matmul(x, dense, out=room)
+        else:
+            room.fill(0)
+            pair, places = _spans(self._kept["starts"], item)
+            amount = values[places] if np.ndim(amounts) == 0 else values[places] * amounts[pair]
+            np.add.at(room.reshape(-1), owner[pair] * len(self.items) + targets[places], amount)
+        weights = np.bincount(owner, np.diff(self._kept["starts"])[item], len(room))
+        room[weights == 0] = self.counts  # what nobody took together tells nothing
         return room
 
     @cached_property

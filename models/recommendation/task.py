@@ -347,9 +347,12 @@ class Recommender(Task):
         """Fit the baselines to all interactions."""
         from isobatch.models.recommendation import baselines
 
-        baselines.fit_unmeasured(model, final, self._has_network, self._earlier)
+        if best := baselines.fit_unmeasured(model, final, self._has_network, self._earlier):
+            return (
+                f"lists are by {best}, with the settings that the run of --from chose on its validation data"
+            )
         which = "whether the model or a baseline" if self._has_network else "which of the classics"
-        return f"nothing tells {which} ranks better: choose by a run with a split"
+        return f"nothing tells {which} ranks better: --from RUN takes what a run with a split chose"
 
     def kept_metrics(self, model: Any, final: Path, batches: Batches, facts: Any) -> Mapping[str, Any]:
         """See `models/protocols.py::KeepsBaselines`."""

@@ -319,6 +319,41 @@ def test_a_run_that_goes_on_keeps_the_settings_of_the_classics(
     assert [which.stop for which in tried["recent"]] == [None, 1]  # windows are the data's own
 
 
+@pytest.mark.parametrize("has_model", [True, False])
+def test_a_run_without_held_out_data_ranks_as_the_one_before_chose(has_model: bool, tmp_path: Path) -> None:
+    """Also one that goes on from that in turn; a classic that cannot be fitted is not chosen."""
+    model, _ = write_model(tmp_path)
+    kept, _ = baselines._read(tmp_path)  # noqa: SLF001
+    shares = {"als": torch.tensor([0.3]), "model" if has_model else "knn": torch.tensor([0.7])}
+    fits = {n: baselines.Fitted(0.0, {}, a, SETTINGS.get(n)) for n, a in (kept | {"blend": shares}).items()}
+    for best in ("blend", "als"):
+        baselines._write(tmp_path, model, fits, best)  # noqa: SLF001
+        for folder, earlier in (("live", tmp_path), ("tuesday", tmp_path / "live")):
+            (tmp_path / folder).mkdir(exist_ok=True)
+            said = baselines.fit_unmeasured(model, tmp_path / folder, has_model, earlier)
+            assert said == ("als" if best == "als" else f"0.3 als + 0.7 {[*shares][1]}")
+            again, chosen = baselines._read(tmp_path / folder)  # noqa: SLF001
+            assert (chosen, again["blend"]) == (best, shares)
+    if has_model:
+        assert baselines.fit_unmeasured(model, tmp_path / "live", False, tmp_path) == ""
+        assert baselines._read(tmp_path / "live")[1] == "ease"  # noqa: SLF001
+
+
+def test_who_took_what_no_other_took_gets_what_most_took(tmp_path: Path) -> None:
+    """By item-kNN and EASE all their scores are equal, and the catalogue's order says nothing."""
+    write_model(tmp_path)
+    arrays = dict(load_file(tmp_path / baselines.BASELINES_FILE))
+    arrays["knn.starts"][:-1] = 0  # all weights are those of the last item
+    save_file(arrays, tmp_path / baselines.BASELINES_FILE, {"best": "knn"})
+    lists = open_recommendations(tmp_path)
+    had = [lists._had_by(np.array([n]))[1] for n in range(USERS)]  # noqa: SLF001
+    silent = [user for n, user in enumerate(lists.users) if len(lists.items) - 1 not in had[n]]
+    assert silent
+    for found in (*lists.recommend_each(silent, 3), lists.for_items(lists.items[:1], 3)):
+        counts = [lists.counts[lists.items.index(one["item"])] for one in found]
+        assert counts == sorted(counts, reverse=True)
+
+
 def test_without_held_out_data_the_first_settings_are_fitted(tmp_path: Path) -> None:
     model, _ = write_model(tmp_path)
     baselines.fit_unmeasured(model, tmp_path)

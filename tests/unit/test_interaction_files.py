@@ -15,6 +15,7 @@ from isobatch.data.interactions import log_splits
 from isobatch.data.interactions.dataset import InteractionOptions, Interactions
 from isobatch.data.interactions.formats import read_tables
 from isobatch.data.interactions.log_splits import Numbering, read_log
+from isobatch.data.tables import delimited
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -172,7 +173,7 @@ REFUSED: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
     "half a Parquet file": ({"log.parquet": "PAR1"}, {}, "is no whole parquet file: .*: fetch it again"),
     "twins": ({"log.csv": "user,item,item\na,b,c\n"}, {}, "two columns .* --item-column 1"),
     "two kinds": ({"1.csv": LOG, "2.tsv": LOG}, {}, "holds csv and tsv files: choose with --format"),
-    "blank user": ({"log.csv": LOG + "  ,b3,7\n"}, {}, "row 3: has no user"),
+    "only guests": ({"log.csv": "user,item\n ,b3\n,b4\n"}, {}, "2 of 2 rows have no user: .* --user-column"),
     "words as times": (
         {"log.csv": LOG + "a3,b3,noon\n"},
         {},
@@ -222,8 +223,7 @@ def test_what_is_ambiguous_is_refused_in_a_line(case: str, tmp_path: Path) -> No
         ([1.0, 2.0**53], "rounded, as decimals"),
         ([b"a", b"b"], "are binary"),
         ([{"id": 1}, {"id": 2}], "are struct"),
-        ([" ", "x"], "row 1: has no item"),
-        ([None, "x"], "row 1: has no item"),
+        ([" ", None], "2 of 2 rows have no item: left out, so that none is left"),
     ],
 )
 def test_ids_that_are_none_are_refused(values: list[Any], says: str, tmp_path: Path) -> None:
@@ -296,19 +296,90 @@ def test_a_note_on_texts_that_are_missing_names_those_there_are() -> None:
         "Customer-No.,ArticleNumber,Created At,Amount",
         "client_id,product,date,QUANTITY",
         "Kundennummer,Artikel-Nr,Bestelldatum,Menge",
+        "Kunden-Nr.,Art.-Nr.,Auftragsdatum,Stückzahl,Auftragsnummer",
+        "Debitor,Artikel,Rechnungsdatum,Stück,Rechnungsnummer",
+        "Email,Lineitem sku,Created at,Lineitem quantity,Name,Lineitem name",  # Shopify
+        "customer_email,sku,created_at,qty_ordered,increment_id",  # Magento
+        "customer_id,product_id,date_created,quantity,order_id,billing_email",  # WooCommerce
+        "Customer User ID,SKU,Order Date,Quantity (- Refund),Order Number",
+        "CustomerID,StockCode,InvoiceDate,Quantity,InvoiceNo",
     ],
 )
-def test_the_columns_of_shops_are_known_and_what_came_back_was_not_taken(header: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("turned", [False, True], ids=["", "turned"])
+def test_the_columns_of_shops_are_known_and_what_came_back_was_not_taken(
+    header: str, turned: bool, tmp_path: Path
+) -> None:
     """Of a: x is bought twice and comes back once, y comes back whole; z of b was never there."""
-    rows = ["a,x,3.1.2024,2", "a,y,3.1.2024,1", "b,x,4.1.2024,1", "a,x,5.1.2024,-1", "a,y,5.1.2024,-1"]
-    (tmp_path / "orders.csv").write_text("\n".join([header, *rows, "b,z,5.1.2024,0"]) + "\n")
+    rows = ["a,x,3.1.2024,2", "a,y,3.1.2024,1", "b,x,4.1.2024,1", "a,x,5.1.2024,-1", "a,y,5.1.2024,1-"]
+    width = header.count(",") + 1
+    wide = [[*row.split(","), "o1", "other"][:width] for row in (*rows, "b,z,5.1.2024,0")]
+    lines = [line[::-1] if turned else line for line in (header.split(","), *wide)]
+    (tmp_path / "orders.csv").write_text("".join(",".join(line) + "\n" for line in lines))
     table, notes = opened(tmp_path)
+    assert ("order" in table.columns) == (width > 4)
     log = read_log(table, Numbering(), Numbering(), notes)
     assert (log.user.tolist(), log.item.tolist()) == ([0, 1], [0, 0])
     assert notes[-1].startswith("orders.csv: 3 of 6 rows are returns")
     assert "1 that were" in notes[-1]
     kept, _ = opened(tmp_path, quantity_column="none")
     assert len(read_log(kept, Numbering(), Numbering(), [])) == 6
+
+
+def test_rows_without_a_user_or_an_item_are_left_out_and_counted(tmp_path: Path) -> None:
+    """As orders of guests and the lines of shipping; ids of theirs alone are not known."""
+    (tmp_path / "log.csv").write_text("user,item\n ,x\na,y\n,z\nb,\nb,y\n")
+    table, notes = opened(tmp_path)
+    assert log_of(table) == [("a", "y"), ("b", "y")]
+    read_log(table, Numbering(), Numbering(), notes)
+    assert notes == [
+        "log.csv: 2 of 5 rows have no user: left out",
+        "log.csv: 1 of 3 rows have no item: left out",
+    ]
+
+
+def test_an_order_is_held_out_whole(tmp_path: Path) -> None:
+    """By its column, or by that of times where it is named; else the last item alone."""
+    rows = ["a,p,1,o1", "a,q,2,o2", "a,r,2,o2", "a,s,3,o3", "a,t,3,o3", "b,p,1,o4", "b,q,1,o4", "c,u,1,o5"]
+    (tmp_path / "log.csv").write_text("\n".join(["user,item,time,order_id", *rows]) + "\n")
+    for column, held_out in {None: "st", "time": "st", "none": "qt"}.items():
+        options = InteractionOptions(order_column=column)
+        found = log_splits.LogSplits(read_tables(tmp_path, None, options), options, Recipe(task="x"))
+        assert "".join(sorted(found.items[i] for i in found.logs["test"].item)) == held_out
+        assert found.protocol.startswith("leave-one-out, whole orders,") == (column != "none")
+        assert any("order is held out whole" in note for note in found.notes) == (column != "none")
+        if column != "none":
+            valid = found.logs["valid"]
+            assert "".join(sorted(found.items[i] for i in valid.item)) == "qr"
+            assert found.columns()["test"]["inputs"].tolist() == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("cells", "found"),
+    [
+        (["29,90", "1.234,50 €", "7"], [29.9, 1234.5, 7]),
+        (["$1,234.50", "-3"], [1234.5, -3]),
+        (["CHF 1'234.50", "12.-", "Fr. 7.05"], [1234.5, 12, 7.05]),
+        (["1,000", "12,500"], [1, 12.5]),  # all have a comma: three decimals, as ERPs write
+        (["1,500", "20"], [1500, 20]),
+        (["1.500", "20,5"], [1500, 20.5]),
+        (["1.500", "20.5"], [1.5, 20.5]),
+        (["3-", "EUR -2"], [-3, -2]),  # SAP's minus
+        (["1 234,5", "0,5"], [1234.5, 0.5]),
+        (["1e5", 2, 1.5], [1e5, 2, 1.5]),
+        (["31.12.2019", "A 12", "12 Stück"], ["31.12.2019", "A 12", "12 Stück"]),
+    ],
+)
+def test_numbers_are_read_as_germany_england_and_switzerland_write_them(
+    cells: list[Any], found: list[Any], tmp_path: Path
+) -> None:
+    assert delimited.numbers(cells) == found
+    lines = "\n".join(f'u;i{n};"{cell}"' for n, cell in enumerate(cells))
+    (tmp_path / "log.csv").write_text(f"user;item;rating\n{lines}\n")
+    if all(isinstance(one, str) for one in found):
+        with pytest.raises(UserError, match="rating holds"):
+            log_of(opened(tmp_path)[0])
+    else:
+        assert [row[2] for row in log_of(opened(tmp_path)[0])] == pytest.approx(found)
 
 
 @pytest.mark.parametrize("order", [None, "day", "month"])

@@ -238,7 +238,7 @@ REFUSED: list[tuple[Callable[[Path], Path], str, str, dict[str, Any], str]] = [
     (ml_1m, "ratings.dat", "1::10::5::100\n1::20::3\n1::30::4::200\n", {}, "ratings.dat line 2: "),
     (ml_1m, "ratings.dat", "1::10::5::1\n1::20::3::4\nx::30::4::2\n", {}, "ratings.dat line 3: .*'x'"),
     (tables, "", "", {"item_column": "itm"}, "--item-column itm: .*has no such column .*did you mean item"),
-    (tables, "interactions.csv", "user,item\n1,2\n\n,3\n", {}, "interactions.csv row 2: has no user"),
+    (tables, "interactions.csv", "user,item\n\n,3\n", {}, "interactions.csv: 1 of 1 rows have no user"),
     (tables, "interactions.csv", ALL_TAKEN, {"catalogue": "taken"}, "took all 3 items.*--split none"),
     (ncf, "x.test.negative", "(0,2)\t3\t4\n(5,2)\t1\t4\n", {}, "its rows are not those of the test file"),
     (tables, "interactions.csv", "user,item\n1,2\n1,3\n", {"split": "time"}, "--split time: .* no times"),
@@ -277,15 +277,15 @@ def test_what_cannot_be_read_is_said_in_a_line(
     assert "\n" not in str(caught.value)
 
 
-def test_an_id_that_is_no_number_is_named_by_its_row(tmp_path: Path) -> None:
+def test_a_row_whose_id_is_no_number_is_left_out(tmp_path: Path) -> None:
     import pyarrow as pa
     from pyarrow import parquet
 
     columns = {"user": [1.0, 2.0], "item": pa.array([1.0, float("nan")])}
     (tables(tmp_path / "d") / "interactions.csv").unlink()
     parquet.write_table(pa.table(columns), tmp_path / "d" / "interactions.parquet")
-    with pytest.raises(UserError, match=r"interactions.parquet row 2: has no item: fill it in"):
-        made(tmp_path / "d")
+    facts, _ = made(tmp_path / "d", split="none")
+    assert "interactions.parquet: 1 of 2 rows have no item: left out" in facts.extra["notes"]
 
 
 def test_too_few_unseen_items_are_all_ranked_against(tmp_path: Path) -> None:
@@ -299,8 +299,8 @@ def test_a_fault_behind_the_first_megabyte_is_named_by_its_line(tmp_path: Path) 
     (tmp_path / "log.csv").write_text("\n".join(["user,item,timestamp", *lines, "1,6,0.5"]))
     facts, _ = made(tmp_path / "log.csv")
     assert sum(facts.samples.values()) == 2101
-    (tmp_path / "log.csv").write_text("\n".join(["user,item,timestamp", *lines, "1,,7"]))
-    with pytest.raises(UserError, match=r"log.csv row 120001: has no item"):
+    (tmp_path / "log.csv").write_text("\n".join(["user,item,timestamp", *lines, "1,6,"]))
+    with pytest.raises(UserError, match=r"log.csv row 120001: has no time"):
         made(tmp_path / "log.csv")
 
 

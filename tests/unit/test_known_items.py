@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,15 @@ from starlette.testclient import TestClient
 from isobatch.core.errors import UserError
 from isobatch.launch.predicting import recommend
 from isobatch.launch.predicting.predict import Answerer
-from isobatch.launch.predicting.recommend import ListOptions, RecommendOptions, answer, answer_users, restrict
-from isobatch.launch.predicting.tables import UserReader
+from isobatch.launch.predicting.recommend import (
+    ListOptions,
+    RecommendOptions,
+    answer,
+    answer_users,
+    list_predictor,
+    restrict,
+)
+from isobatch.launch.predicting.tables import ListRequest, UserReader
 from isobatch.launch.serving.app import prediction_app
 from isobatch.models.recommendation import recommendations
 from isobatch.models.recommendation.recommendations import (
@@ -169,6 +177,7 @@ def test_guests_have_the_lists_of_what_they_took_and_quantities_weigh_it(
         ("none.csv", "user,item\ng,i3\ng,i1\ng,i3\n", {"g": ["i1", "i3"]}),
         ("numbers.csv", "user,item,time\ng,i3,100\nh,i1,7\ng,i1,20\ng,i2,\n", {"g": ["i2", "i1", "i3"]}),
         ("dates.csv", "user,item,date\ng,i3,2026-02-01\ng,i1,2025-12-31\n", {"g": ["i1", "i3"]}),
+        ("dotted.csv", "user,item,date\ng,i3,1.2.2026\ng,i1,31.12.2025\n", {"g": ["i1", "i3"]}),
         (
             "later.jsonl",
             '{"items": ["i1"]}\n{"user": "g", "item": "i3"}\n',
@@ -186,7 +195,7 @@ def test_what_guests_took_is_in_time(
     assert {user: [*items] for user, items in guests.items() if user != "h"} == found
 
 
-def test_guests_of_whom_nothing_is_known_are_counted(
+def test_guests_of_whom_nothing_is_known_get_what_most_users_took(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lists = write_model(tmp_path)
@@ -195,11 +204,13 @@ def test_guests_of_whom_nothing_is_known_are_counted(
     for out in (None, str(tmp_path / "lists.csv")):
         answer(lists, RecommendOptions(guests=str(file), out=out), [])
         said = capsys.readouterr().err
-        assert "2 of 4 users have no known item, and get no list" in said
-        assert "--with-seen" not in said
-    file.write_text("\n".join(map(json.dumps, guests[1:3])))
-    with pytest.raises(UserError, match="training data: new; --guests: 2 of 2 users have no known item"):
-        answer(lists, RecommendOptions(guests=str(file)), [])
+        assert "of 2 of 4 users no item is known to training: the list is what most users took" in said
+    answer(lists, RecommendOptions(guests=str(file), json=True), [])
+    answers = json.loads(capsys.readouterr().out)["users"]
+    assert ["fallback" in one for one in answers] == [False, True, True, False]
+    assert answers[1]["items"] == answers[2]["items"] == lists.popular(10)
+    answer(write_model(tmp_path, counts={3: 0}), RecommendOptions(items="i3", json=True), [])
+    assert "fallback" in json.loads(capsys.readouterr().out)
 
 
 def test_columns_of_a_table_say_what_is_offered(tmp_path: Path) -> None:
@@ -219,7 +230,8 @@ def test_columns_of_a_table_say_what_is_offered(tmp_path: Path) -> None:
         assert set(names(lists.recommend("u1", 99))) == left, flags
     for where, said in {
         "stokc > 0": r"--where stokc > 0: 'stokc' is undefined: write columns \(item_id, stock",
-        "category > 0": "write columns",
+        "category > 0": "a cell holds text where a number is asked for: write columns",
+        "stock = 0 AND price < 9": "with ==, and, or",
         "stock >": "--where stock >: ",
         "1 // 0": "zero",
     }.items():
@@ -233,6 +245,38 @@ def test_columns_of_a_table_say_what_is_offered(tmp_path: Path) -> None:
             choose(lists, only=str(table), without_category=category)
     with pytest.raises(UserError, match="are about a table: name it"):
         choose(lists, only="i4", without_category="wine")
+
+
+def test_german_tables_say_what_is_offered(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    rows = ["i4;3;29,90 €;Wein", "i5;0;1.200,00 €;Tee", "i6;;7,- €;Tee"]
+    header = "Artikelnummer;Bestand;Preis;Warengruppe"
+    (table := tmp_path / "artikel.csv").write_text("\n".join([header, *rows]))
+    for where, out, left in (
+        ("Preis < 30", None, "i4 i6"),
+        ("Bestand == 0", None, "i5"),
+        (None, "Tee", "i4"),
+    ):
+        lists = open_lists(tmp_path)
+        choose(lists, only=str(table), where=where, without_category=out)
+        assert set(names(lists.recommend("u1", 99))) == set(left.split())
+
+
+def test_a_service_reads_a_table_again_once_it_has_changed(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    table = tmp_path / "stock.csv"
+    options = ListOptions(only=str(table), where="stock > 0", top=9)
+    table.write_text("item,stock\ni4,1\ni5,0\n")
+    predict = list_predictor(open_lists(tmp_path), options, None)
+    assert predict([ListRequest("u1")])[0]["items"] == ["i4"]
+    table.write_text("item,stock\ni4,0\ni5,2\n")
+    os.utime(table, (1, 1))
+    assert predict([ListRequest("u1")])[0]["items"] == ["i5"]
+    table.write_text("item,stock\ni4,0\n")
+    os.utime(table, (2, 2))
+    with pytest.raises(UserError, match="no item is left to offer"):
+        predict([ListRequest("u1")])
+    assert predict([ListRequest("u1")])[0]["items"] == ["i5"]
 
 
 def choose(lists: Recommendations, **flags: Any) -> list[str]:
@@ -361,7 +405,7 @@ def test_what_a_client_may_ask_of_lists(tmp_path: Path) -> None:
             assert why in asked(texts=["u1"], **wish)["error"]["message"]
 
 
-def test_unknown_rows_are_counted_and_the_others_are_written_as_lists(
+def test_unknown_rows_have_the_popular_list_and_are_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_model(tmp_path, counts={3: 0})
@@ -370,11 +414,12 @@ def test_unknown_rows_are_counted_and_the_others_are_written_as_lists(
     file.write_text("".join(json.dumps(guest) + "\n" for guest in guests))
     reading = answerer(tmp_path)
     (rows,) = reading.answer_file(str(file))
-    assert [len(row["scores"] or ()) for row in rows] == [2, 0, 0, 2]
+    popular = [entry["item"] for entry in open_lists(tmp_path).popular(2)]
+    assert [len(row["scores"]) for row in rows] == [2, 2, 2, 2]
+    assert [rows[n]["items"] for n in (1, 2)] == [popular, popular]
     left_out, unknown = capsys.readouterr().err.splitlines()
-    assert unknown.startswith("2 rows without an answer (training knew nothing of the user)")
-    assert "guests.jsonl line 2: items: " in unknown
-    assert left_out.endswith("guests.jsonl line 1: items: item new")
+    assert unknown.startswith("2 rows with what most users took; the first: item i3: nobody took it")
+    assert left_out == "2 rows with unknown items, left out; the first: ['new']"
 
 
 def test_a_shared_title_stands_for_all_that_have_it_and_is_asked_about_where_one_is_meant(
@@ -405,8 +450,8 @@ def test_an_item_counts_once_and_decimal_ids_are_those_of_training(tmp_path: Pat
     (tmp_path / "sold.csv").write_text("item_id\n4.0\n5.00\n")
     choose(lists, without=str(tmp_path / "sold.csv"))
     assert not {"4", "5"} & {*names(lists.recommend("7", 99))}
-    reader = UserReader(lists=lists)
-    assert lists.recommend(str(reader.from_row({"user": 7.0}, "row 1")), 5) == lists.recommend("7", 5)
+    asked = UserReader(lists=lists).from_row({"user": 7.0}, "row 1")
+    assert lists.recommend(str(asked.user), 5) == lists.recommend("7", 5)
 
 
 @pytest.mark.parametrize(

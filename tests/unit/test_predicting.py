@@ -16,7 +16,13 @@ from isobatch.data.base import ArraySource
 from isobatch.data.text import chat_templates
 from isobatch.launch.predicting import own_task, tables
 from isobatch.launch.predicting.predict import Answerer, format_row
-from isobatch.launch.predicting.tables import PromptReader, SequenceReader, TextReader, UserReader
+from isobatch.launch.predicting.tables import (
+    ListRequest,
+    PromptReader,
+    SequenceReader,
+    TextReader,
+    UserReader,
+)
 from isobatch.models.encoder.prediction import batches_of_one_width
 
 if TYPE_CHECKING:
@@ -88,8 +94,9 @@ READ: dict[str, tuple[Any, dict[str, Any], Any]] = {
     "named": (TextReader("body"), {"text": "b", "body": "a"}, "a"),
     "usual pair": (TextReader(), {"premise": "a", "hypothesis": "b"}, ("a", "b")),
     "ids": (SequenceReader(), {"tokens": [1, 2]}, [1, 2]),
-    "user": (UserReader(), {"user_id": 7}, "7"),
-    "a new user": (UserReader(), {"items": [3, "b"]}, ["3", "b"]),
+    "user": (UserReader(), {"user_id": 7}, ListRequest("7")),
+    "a new user": (UserReader(), {"items": [3, "b"]}, ListRequest(["3", "b"])),
+    "nothing taken": (UserReader(), {"items": []}, ListRequest([])),
 }
 
 
@@ -106,7 +113,6 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "missing": (TextReader(), {"txt": "a"}, "here: has no column sentence or text"),
     "misspelt": (TextReader("texts"), {"text": "a"}, r"no column texts \(did you mean text\?\)"),
     "empty": (TextReader(), {"text": ""}, "here: text: is empty"),
-    "nothing taken": (UserReader(left_out=[]), {"items": []}, "here: items: is empty"),
     "no ids": (SequenceReader(), {"tokens": ["a"]}, "a list of whole numbers"),
 }
 
