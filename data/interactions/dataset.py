@@ -183,11 +183,8 @@ class Interactions(TokenizedData):
         titles = [raw.items[name].title if name in raw.items else name for name in items]
         names = {"users": users, "items": items, "titles": titles}
         (catalogue / NAMES_FILE).write_text(json.dumps(names, ensure_ascii=False))
-        textless = [
-            f"{missing:,} of {len(texts_of):,} {what} have no text: their ids alone count"
-            for what, texts_of in (("users", of_users), ("items", of_items))
-            if (missing := int((texts_of == MISSING).sum()))
-        ]
+        if missing := int((of_items == MISSING).sum()):
+            found.notes.append(f"{missing:,} of {len(items):,} items have no text: their ids alone count")
         return {
             "users": len(users),
             "items": len(items),
@@ -198,7 +195,7 @@ class Interactions(TokenizedData):
             **self._tokenizer_facts(tokenizer, special),
             "untaken": found.untaken,
             "repeats": self.options.repeats == "all",
-            "notes": [*found.notes, *textless],
+            "notes": found.notes,
         }
 
     def prepare_test(self, folder: Path, facts: Facts) -> Mapping[str, Any]:

@@ -8,6 +8,7 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -27,7 +28,7 @@ from isobatch.launch.commands.export import PARITY
 from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.local.run_setup import is_prepared, open_run
 from isobatch.launch.predicting import tables
-from isobatch.launch.predicting.recommend import ListOptions, list_predictor
+from isobatch.launch.predicting.recommend import ListOptions, answer_users, restrict
 from isobatch.models import protocols
 from isobatch.models.encoder import prediction
 from isobatch.models.encoder.evaluation import has_text_pairs
@@ -242,8 +243,9 @@ def open_answerer(found: Found, options: ModelOptions) -> Answerer:
     if isinstance(task, protocols.OpensItemLists):
         _refuse_unread(options, what, "text_column", *LISTS)
         lists = task.open_lists(run.final, options.by)
+        print_lines(f"ranked by {lists.by}", *restrict(lists, options, asked.get("item_column")))
         users = tables.UserReader(text or asked.get("user_column"), lists=lists)
-        return Answerer(list_predictor(lists, options, asked.get("item_column")), users)
+        return Answerer(partial(answer_users, lists, options.top), users)
     if isinstance(task, protocols.ScoresAnswers):
         _refuse_unread(options, what)
         tokenizer = tokenizers.open_tokenizer(run.final / TOKENIZER_FILE)

@@ -6,7 +6,6 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from isobatch.core import number_ranges
@@ -23,7 +22,6 @@ from isobatch.launch.predicting import tables
 from isobatch.models.protocols import OpensItemLists
 
 if TYPE_CHECKING:
-    from isobatch.models.protocols import Predictor
     from isobatch.models.recommendation.recommendations import Recommendations
 
     Answer = tuple[dict[str, Any], list[dict[str, Any]]]
@@ -56,9 +54,11 @@ class ListOptions(TrustOptions):
     """Of a recommender: offer none of these items: what is sold out, or of a category."""
     where: str | None = None
     """Of the table that --only names, the rows of which this is true, as a Jinja expression of its columns:
-    "stock > 0 and price <= 20 and category != 'wine'". An empty cell is unequal to everything."""
+    "stock > 0 and price <= 20 and category != 'wine'". Numbers may be written as 1.234,50 or 1,234.50 and
+    stand beside a currency. An empty cell is unequal to everything."""
     without_category: str | None = None
-    """Of that table, no row whose column `category` is one of these, with commas between them."""
+    """Of that table, no row whose column `category`, Warengruppe or the like is one of these, with commas
+    between them."""
     with_seen: bool = False
     """Of a recommender: offer also what a user had already (filter_already_liked_items or remove_seen false
     elsewhere)."""
@@ -232,9 +232,7 @@ def _read_guests(
         quantity = usual_column("quantity", row)
         (amount,) = delimited.numbers([row[quantity] if quantity else 1])
         if not isinstance(amount, float) or not 0 < amount < float("inf"):
-            raise UserError(
-                f"{where}: {quantity} {row[str(quantity)]}: leave out rows where it is not above 0"
-            )
+            raise UserError(f"{where}: {quantity} {row[str(quantity)]}: is not above 0: leave the row out")
         taken = guests.setdefault(str(row[user] if user else number), {})
         for name in lists.split_items(given) if isinstance(given, str) else map(str, given):
             if lists.knows_item(name):  # without a quantity an item counts once
@@ -313,27 +311,6 @@ def restrict(lists: Recommendations, options: ListOptions, column: str | None) -
     only = None if options.only is None else _named_items(lists, "--only", options.only, column, where, out)
     without = _named_items(lists, "--without", options.without, column) if options.without is not None else ()
     return _unknown("--only, --without", lists.restrict(only, without, options.with_seen))
-
-
-def list_predictor(lists: Recommendations, options: ListOptions, column: str | None) -> Predictor:
-    """Answers by lists that are restricted as the flags say; a file of theirs that has changed is read again.
-
-    Raises UserError; where a file cannot be read again once, lists then stay as they are.
-    """
-    files = [
-        Path(name).expanduser() for name in (options.only, options.without) if tables.is_table(name or "")
-    ]
-    read = [-1.0]
-
-    def predict(asked: Sequence[Any]) -> list[dict[str, Any]]:
-        if read != (now := [file.stat().st_mtime for file in files if file.is_file()]):
-            read[:] = now
-            print_lines(*restrict(lists, options, column))
-        return answer_users(lists, options.top, asked) if asked else []
-
-    print_lines(f"ranked by {lists.by}")
-    predict([])
-    return predict
 
 
 def _unknown(flag: str, missing: Sequence[str]) -> list[str]:

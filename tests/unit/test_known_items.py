@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +20,9 @@ from isobatch.launch.predicting.recommend import (
     RecommendOptions,
     answer,
     answer_users,
-    list_predictor,
     restrict,
 )
-from isobatch.launch.predicting.tables import ListRequest, UserReader
+from isobatch.launch.predicting.tables import UserReader
 from isobatch.launch.serving.app import prediction_app
 from isobatch.models.recommendation import recommendations
 from isobatch.models.recommendation.recommendations import (
@@ -260,23 +258,6 @@ def test_german_tables_say_what_is_offered(tmp_path: Path) -> None:
         lists = open_lists(tmp_path)
         choose(lists, only=str(table), where=where, without_category=out)
         assert set(names(lists.recommend("u1", 99))) == set(left.split())
-
-
-def test_a_service_reads_a_table_again_once_it_has_changed(tmp_path: Path) -> None:
-    write_model(tmp_path)
-    table = tmp_path / "stock.csv"
-    options = ListOptions(only=str(table), where="stock > 0", top=9)
-    table.write_text("item,stock\ni4,1\ni5,0\n")
-    predict = list_predictor(open_lists(tmp_path), options, None)
-    assert predict([ListRequest("u1")])[0]["items"] == ["i4"]
-    table.write_text("item,stock\ni4,0\ni5,2\n")
-    os.utime(table, (1, 1))
-    assert predict([ListRequest("u1")])[0]["items"] == ["i5"]
-    table.write_text("item,stock\ni4,0\n")
-    os.utime(table, (2, 2))
-    with pytest.raises(UserError, match="no item is left to offer"):
-        predict([ListRequest("u1")])
-    assert predict([ListRequest("u1")])[0]["items"] == ["i5"]
 
 
 def choose(lists: Recommendations, **flags: Any) -> list[str]:
