@@ -32,10 +32,8 @@ LISTS_AT_A_TIME = 1000
 ROWS_AT_A_TIME = 1 << 20
 MOST_NAMED = 5
 GUEST_COLUMNS = "a user and an item are needed: name them user_id and item_id, or as the run's data does"
-MARKS = ("taken", "fallback")
-"""What was asked, and why a list is another, which are no columns of a file."""
 NOTHING_LEFT = "what users had is left out unless --with-seen, and --only and --without restrict the rest"
-NOTHING_KNOWN = "no item is known to training: the list is what most users took"
+NOTHING_KNOWN = "no item that training knows: the list is what most users took"
 EMPTY_LIST = f"recommend: nothing is left to offer: {NOTHING_LEFT}"
 
 
@@ -241,7 +239,7 @@ def _read_guests(
                 unknown.append(name)
     remarks += _unknown("--guests", unknown)
     if empty := sum(not taken for taken in guests.values()):
-        remarks.append(f"--guests: of {empty:,} of {len(guests):,} users {NOTHING_KNOWN}")
+        remarks.append(f"--guests: {empty:,} of {len(guests):,} users have {NOTHING_KNOWN}")
     return guests
 
 
@@ -262,7 +260,7 @@ def _rows(answers: Iterator[Answer]) -> Iterator[tuple[list[dict[str, Any]], int
     """Rows as files have them: whose it is, rank from 1, item, title, score; how many lists; empty ones."""
     while block := list(itertools.islice(answers, LISTS_AT_A_TIME)):
         rows = [
-            {**{name: value for name, value in asked.items() if name not in MARKS}, "rank": rank, **entry}
+            {**{n: v for n, v in asked.items() if n in ("user", "similar_to")}, "rank": rank, **entry}
             for asked, entries in block
             for rank, entry in enumerate(entries, 1)
         ]

@@ -85,6 +85,7 @@ def recommender_size(
         step_flops=flops,
         vocabulary=min(negatives, items) if shared else 0,
         why_unshardable=why,
+        remark="" if recipe.preset or recipe.starts_from else "--preset classics takes seconds: try it first",
     )
 
 

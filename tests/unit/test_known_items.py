@@ -159,7 +159,7 @@ def test_guests_have_the_lists_of_what_they_took_and_quantities_weigh_it(
     weights = np.array([9.0, 1.0])
     more, even = (lists.new_user(np.array([1, 20]), w) @ lists.arrays["items"][1] for w in (weights, None))
     assert more > even
-    with pytest.raises(UserError, match=r"d.csv line 2: quantity -1: leave out rows"):
+    with pytest.raises(UserError, match=r"d.csv line 2: quantity -1: is not above 0: leave the row out"):
         asked("d.csv", "user,item,quantity\ng,i1,-1\n")
     for columns in ("shopper,item", "user,thing", "u,i"):
         with pytest.raises(UserError, match=r"has no column .*a user and an item are needed: name them"):
@@ -202,7 +202,7 @@ def test_guests_of_whom_nothing_is_known_get_what_most_users_took(
     for out in (None, str(tmp_path / "lists.csv")):
         answer(lists, RecommendOptions(guests=str(file), out=out), [])
         said = capsys.readouterr().err
-        assert "of 2 of 4 users no item is known to training: the list is what most users took" in said
+        assert "2 of 4 users have no item that training knows: the list is what most users took" in said
     answer(lists, RecommendOptions(guests=str(file), json=True), [])
     answers = json.loads(capsys.readouterr().out)["users"]
     assert ["fallback" in one for one in answers] == [False, True, True, False]
