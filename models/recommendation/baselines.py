@@ -205,15 +205,17 @@ def _scorers(net: Any, kept: Mapping[str, Arrays]) -> dict[str, ranking.Scorer]:
         ),
         POPULARITY: lambda user, _: net.counts.float().cpu().expand(len(user), -1),
     }
-    for name in CLASSICS.keys() & kept.keys():
-        score = partial(CLASSICS[name].score, kept[name])
-        found[name] = lambda user, inputs, score=score: score(input_matrix(net, user, inputs))
+    found |= {name: partial(_score_classic, net, name, kept[name]) for name in CLASSICS if name in kept}
     if BLEND in kept:
         shares = [(found[name], float(share)) for name, share in kept[BLEND].items()]
         found[BLEND] = lambda user, inputs: sum(
             (share * standardized(one(user, inputs)) for one, share in shares), torch.zeros(())
         )
     return found
+
+
+def _score_classic(net: Any, name: str, arrays: Arrays, user: Tensor, inputs: Tensor) -> Tensor:
+    return CLASSICS[name].score(arrays, input_matrix(net, user, inputs))
 
 
 def paired_interval(differences: Tensor, users: Tensor) -> list[float] | None:

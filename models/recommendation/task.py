@@ -352,7 +352,7 @@ class Recommender(Task):
                 f"lists are by {best}, with the settings that the run of --from chose on its validation data"
             )
         which = "whether the model or a baseline" if self._has_network else "which of the classics"
-        return f"nothing tells {which} ranks better: --from RUN takes what a run with a split chose"
+        return f"nothing tells {which} ranks better: choose by a run with a split, and go on --from it"
 
     def kept_metrics(self, model: Any, final: Path, batches: Batches, facts: Any) -> Mapping[str, Any]:
         """See `models/protocols.py::KeepsBaselines`."""
