@@ -31,6 +31,8 @@ GAPS = {"::": "double colons", " ": "blanks"}
 """What is between fields where no single sign is; " " stands for blanks and tabs of any number."""
 TIME_CELL = re.compile(r"\d{9,}|\d{4}-\d\d-\d\d|\d\d?([./-])\d\d?\1\d{4}")
 """How times begin: seconds since 1970, or dates."""
+TIME_END = r"(:\d\d(?:\.\d{1,6})?)\d*\s*([+-][\d:]+|Z)?$"
+"""What is left of a time's end: no nanoseconds, no blank before the zone."""
 BASKETS = ("items", "products", "articles", "skus")
 """Names of the column of items, where a cell holds several."""
 FIELD = re.compile(r"[^\s,;|]+")
@@ -168,8 +170,8 @@ class Table:
             found = delimited.numbers(coded.dictionary.to_pylist())
             values = pa.array(found).take(coded.indices) if {*map(type, found)} == {float} else values
         elif "string" in str(kind):
-            trimmed = self._as_iso(compute.utf8_trim_whitespace(values))
-            values = compute.replace_substring_regex(trimmed, r"(:\d\d\.\d{6})\d+", r"\1")  # nanoseconds
+            iso = self._as_iso(compute.utf8_trim_whitespace(values))
+            values = compute.replace_substring_regex(iso, TIME_END, r"\1\2")
         elif not types.is_signed_integer(kind):  # a cast would cut decimals off
             wanted = wanted[-3:]
         for one in wanted:

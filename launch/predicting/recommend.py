@@ -120,6 +120,7 @@ def recommend(words: Sequence[str]) -> int:
     [--out list.csv], or for all users recommend RUN --out lists.parquet [--only FILE|ID,ID]
     [--where "stock > 0"] [--without-category wine] [--without FILE|ID,ID] [--with-seen]
     [--by model|popularity|recent|knn|ease|als|blend] [--top 10] [--json]
+    [--user-column NAME] [--item-column NAME]
     """
     run, options = open_single_run(words, "recommend", RecommendOptions)
     asked = [options.user, options.items, options.guests, options.similar_to]

@@ -575,8 +575,8 @@ class BaselineRecommendations(Recommendations):
             pair, places = _spans(self._kept["starts"], item)
             amount = values[places] if np.ndim(amounts) == 0 else values[places] * amounts[pair]
             np.add.at(room.reshape(-1), owner[pair] * len(self.items) + targets[places], amount)
-        weights = np.bincount(owner, np.diff(self._kept["starts"])[item], len(room))
-        room[weights == 0] = self.counts  # what nobody took together tells nothing
+        # What nobody took together tells nothing.
+        room[np.bincount(owner, np.diff(self._kept["starts"])[item], len(room)) == 0] = self.counts
         return room
 
     @cached_property

@@ -382,6 +382,14 @@ def test_numbers_are_read_as_germany_england_and_switzerland_write_them(
         assert [row[2] for row in log_of(opened(tmp_path)[0])] == pytest.approx(found)
 
 
+def test_shopifys_times_are_read_with_their_zone(tmp_path: Path) -> None:
+    times = ["2023-05-06 11:55:04 +0200", "2023-05-06 10:55:04 +0100", "2023-05-06 09:56:00 -0000"]
+    lines = "".join(f"#{n},a@x.de,{time},L{n}\n" for n, time in enumerate(times))
+    (tmp_path / "orders_export.csv").write_text(f"Name,Email,Created at,Lineitem sku\n{lines}")
+    first, same, later = read_log(opened(tmp_path)[0], Numbering(), Numbering(), []).time
+    assert first == same == later - 56_000_000
+
+
 @pytest.mark.parametrize("order", [None, "day", "month"])
 def test_dates_that_may_begin_with_either_need_a_flag(order: str | None, tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text("user,item,time\na,x,3/4/2024\na,y,4/2/2024\n")
