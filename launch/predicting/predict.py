@@ -156,8 +156,8 @@ class Answerer:
         return [tables.beside(*both) for both in zip(rows, answers, strict=True)]
 
     def answer_file(self, file: str) -> Iterator[list[dict[str, Any]]]:
-        """Chunks of a file's rows with their answers. Rows without a text get an empty answer, those of unknown
-        users what most users took; both are counted at the end.
+        """Chunks of a file's rows with their answers. Rows without a text get an empty answer, those of
+        unknown users what most users took; both are counted at the end.
         """
         unanswered: dict[str, list[tables.UnansweredRowError]] = defaultdict(list)
         blank: dict[str, Any] = {}
