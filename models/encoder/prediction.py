@@ -89,7 +89,8 @@ class TextClassifier:
             raise UserError(f"--precision {precision:g}: the model has no confidences of validation: {why}")
         if (threshold := known.threshold(precision)) is None:
             rows, wrong = int(known.answered[-1]), int(known.wrong[-1])
-            less, needed = [*known.shown(), "less"][-2:][0], math.log(DOUBT / len(STARTS), precision)
+            hundredths, needed = range(int(100 * precision), 0, -1), math.log(DOUBT / len(STARTS), precision)
+            less = next((n / 100 for n in hundredths if known.threshold(n / 100) is not None), "less")
             raise UserError(
                 f"--precision {precision:g}: {rows:,} validation rows, {wrong:,} of them answered wrong, show"
                 f" it of no answers with {100 * (1 - DOUBT):g} % confidence ({math.ceil(needed):,} sure ones,"
