@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
 from typing import ClassVar
 
 DONE = 0
@@ -42,6 +44,13 @@ def refuse(wrong: Mapping[str, object]) -> None:
     for message, is_wrong in wrong.items():
         if is_wrong:
             raise UserError(message)
+
+
+def nearest_file(name: str | Path) -> str:
+    """A hint at the file or folder that lies where `name` is looked for in vain and is called like it."""
+    beside = [one.name for one in Path(name).expanduser().parent.glob("*")]
+    found = get_close_matches(Path(name).name, sorted(beside), 1, 0.75)
+    return f" (did you mean {Path(name).with_name(found[0])}?)" if found else ""
 
 
 def first_line(error: BaseException) -> str:

@@ -26,6 +26,10 @@ from isobatch.core.errors import UserError
 T = typing.TypeVar("T")
 
 
+DIGITS = r"\d+(?:_\d+)*(?:\.\d+)?(?:[eE]\+?\d\d?)?"
+"""A number that is perhaps whole, as people write it: 1000, 1_000, 1e3, 1.5e3."""
+
+
 @dataclass(frozen=True, slots=True)
 class Interval:
     """A period: `200` optimizer steps, `5%` of the run, `0.1ep` of an epoch, or `10m` of wall-clock time."""
@@ -37,13 +41,13 @@ class Interval:
     @classmethod
     def parse(cls, text: str) -> Interval:
         """The interval that `text` writes. Raises ValueError."""
-        match = re.fullmatch(r"(\d+|\d+\.\d+(?=[em%]))(ep|m|%|)", text.strip())
-        if match is None:
+        match = re.fullmatch(rf"({DIGITS})(ep|m|%|)", text.strip())
+        value, unit = float(match[1] if match else "nan"), _UNITS[match[2] if match else ""]
+        if math.isnan(value) or (unit == "steps" and value % 1):
             raise ValueError(
                 "is not an interval such as 200 (whole steps), 5% (of the run), 0.1ep (of an epoch) or"
                 " 10m (minutes)"
             )
-        value, unit = float(match[1]), _UNITS[match[2]]
         if unit == "percent" and value > 100:
             raise ValueError("is more than the whole run: give at most 100%")
         return cls(value, unit)
@@ -237,9 +241,10 @@ def _convert_choice(choices: tuple[Any, ...], value: Any) -> Any:
 
 
 def _integer(value: Any) -> int:
-    if isinstance(value, bool) or not re.fullmatch(r"[+-]?\d+(_\d+)*", str(value).strip()):
+    found = None if isinstance(value, bool) else re.fullmatch(rf"[+-]?{DIGITS}", str(value).strip())
+    if found is None or (number := Decimal(found[0])) != int(number):
         raise ValueError("is not an integer")
-    return int(value)
+    return int(f"{number:.0f}")
 
 
 def _number(value: Any) -> float:
@@ -248,7 +253,8 @@ def _number(value: Any) -> float:
             raise ValueError
         number = float(str(value).removesuffix("%")) / (100 if str(value).endswith("%") else 1)
     except ValueError:
-        raise ValueError("is not a number") from None
+        point = ": decimals have a point, as in 0.001" * ("," in str(value))
+        raise ValueError(f"is not a number{point}") from None
     if not math.isfinite(number):
         raise ValueError("is not a finite number")
     return number

@@ -14,7 +14,7 @@ import threading
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from isobatch.core.errors import NotHereError, first_line
+from isobatch.core.errors import NotHereError, first_line, nearest_file
 
 TIMEOUT_SECONDS = 1.5
 TRUE = ("1", "ON", "YES", "TRUE")
@@ -49,13 +49,14 @@ def is_reachable() -> bool:
     return answers(hub_address())
 
 
-def require_hub(what: str) -> None:
-    """Raise NotHereError, which begins with `what` was asked for, where the hub cannot be reached."""
+def require_hub(flag: str, name: str) -> None:
+    """Raise NotHereError where the hub cannot be reached for what a flag names."""
     if not is_reachable():
+        near = nearest_file(name)
         raise NotHereError(
-            f"{what}: there is no such file or folder; as a hub id it is not in the cache {cache_home()}, and"
-            " the hub cannot be reached: give a folder, go to where the run began if it names one from there,"
-            " set HF_HOME to a cache that holds it, or run `prepare` on a machine with internet"
+            f"{flag} {name}: there is no such file or folder{near}; as a hub id it is not in the cache"
+            f" {cache_home()}, and the hub cannot be reached: give a folder, go to where the run began if it"
+            " names one from there, set HF_HOME to a cache with it, or run `prepare` where the internet is"
         )
 
 

@@ -146,6 +146,8 @@ class Plan:
     """Most bytes per process: micro-batches as large as the budget allows, and the largest excess seen."""
     device_memory_bytes: int = 0
     """Memory of the training device for each process."""
+    host_memory_bytes: int = 0
+    """Of a node's RAM, where a GPU trains: what is offloaded, else weights until they are on the GPU."""
     predicted_memory_by_stage: dict[str, int] = field(default_factory=dict, metadata={"derived": True})
     """Stage (load, train, save, evaluate, export) -> predicted peak bytes per process."""
     rounding: tuple[float, float] | None = None

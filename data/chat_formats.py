@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import nearest_hint
-from isobatch.data.tables.delimited import USUAL_COLUMNS
+from isobatch.data.tables.delimited import USUAL_COLUMNS, simple_name
 
 Message = dict[str, Any]
 """`role` and `content`, texts, as chat templates read them. An answer may have `reasoning_content`, the
@@ -54,6 +54,8 @@ INPUT_COLUMNS = (HISTORY, "input", "context")
 CHAT_COLUMNS = ("messages", "conversations", "conversation")
 ANSWERS_OF = USUAL_COLUMNS["answers"]
 """Columns of a question -> of its answer; both are texts, or lists of messages as TRL has them."""
+KNOWN = {simple_name(name): name for name in USUAL_COLUMNS["read"]["columns"]}
+"""Simple name -> a column that rows of any kind are read from."""
 _BETWEEN = " -> "
 ACCEPTED = (
     "--text-column names that of plain text; conversations are read from `messages` or `conversations`,"
@@ -65,12 +67,26 @@ class SkippedRowError(Exception):
     """A row has nothing to learn from. The reader counts it, with this reason, and goes on."""
 
 
+def known_names(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row with the columns of KNOWN under these names, however they are written, as `Question` or
+    `system-prompt`. One whose name is there already stays.
+    """
+    known = {name: KNOWN.get(simple_name(str(name)), name) for name in row}
+    return {name if known[name] in row else known[name]: value for name, value in row.items()}
+
+
+def known_rows(rows: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Located rows with `known_names`."""
+    return ((where, known_names(row)) for where, row in rows)
+
+
 def detect_chat_format(columns: Sequence[str]) -> str | None:
     """The name of the format: the column of messages, `instruction`, or `question -> answer` of the columns
     that hold them; None for plain text.
 
     One of Alpaca's two columns is enough, but where there is a `text` column both are needed.
     """
+    columns = [*known_names(dict.fromkeys(columns))]
     if chats := [name for name in CHAT_COLUMNS if name in columns]:
         return chats[0]
     alpaca = [name for name in ALPACA_COLUMNS if name in columns]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from isobatch.core import hub_cache
-from isobatch.core.errors import NotHereError, UserError
+from isobatch.core.errors import NotHereError, UserError, nearest_file
 from isobatch.core.extras import need
 from isobatch.data import readers
 
@@ -28,12 +28,12 @@ def require_dataset(name: str) -> None:
     """Raise UserError unless the data set `name` is in the cache of `datasets` or of the hub, or that can be
     reached.
     """
-    if not hub_cache.is_id(name):
-        raise NotHereError(f"--data {name}: there is no such file or folder")
+    if not hub_cache.is_id(name) or Path(name).suffix in readers.FORMATS:
+        raise NotHereError(f"--data {name}: there is no such file or folder{nearest_file(name)}")
     cache = Path(os.environ.get("HF_DATASETS_CACHE", hub_cache.cache_home() / "datasets")).expanduser()
     is_prepared = (cache / name.replace("/", "___").lower()).is_dir()
     if not is_prepared and hub_cache.snapshot("datasets", name) is None:
-        hub_cache.require_hub(f"--data {name}")
+        hub_cache.require_hub("--data", name)
 
 
 def load_dataset(name: str, config: str | None) -> Any:
@@ -135,7 +135,8 @@ def find_splits(path: Path, file_format: str | None, options: Any) -> dict[str, 
         return splits
     file = Path(valid).expanduser()
     if not os.path.isfile(file):  # noqa: PTH113 - Path.is_file raises PermissionError
-        raise UserError(f"--valid {valid}: is neither a file nor a share above 0 and at most 0.9")
+        near = nearest_file(file)
+        raise UserError(f"--valid {valid}: is neither a file{near} nor a share above 0 and at most 0.9")
     found = readers.find_splits(file, file_format, options)["train"]
     if found.is_stream != splits["train"].is_stream:
         raise UserError(f"--valid {valid}: has other rows than --data {path}: give both in one format")

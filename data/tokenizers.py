@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from isobatch.core import hub_cache
-from isobatch.core.errors import UserError
+from isobatch.core.errors import UserError, nearest_file
 from isobatch.core.hub_cache import explain_hub_error
 from isobatch.data.digests import file_hash
 
@@ -83,12 +83,12 @@ def _config_folder(path: Path | None, model: str | None, revision: str | None) -
 
 def _hub_source(flag: str, name: str, revision: str | None) -> TokenizerSource:
     if not hub_cache.is_id(name):
-        raise UserError(f"{flag} {name}: there is no such folder or file")
+        raise UserError(f"{flag} {name}: there is no such folder or file{nearest_file(name)}")
     if folder := hub_cache.snapshot("models", name, revision):
         if _existing_files(folder):
             return TokenizerSource(path=folder)
     else:
-        hub_cache.require_hub(f"{flag} {name}")
+        hub_cache.require_hub(flag, name)
     return TokenizerSource(hub_id=name, revision=revision)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
 
-from isobatch.core.errors import USER_MODULE, IsobatchError, UserCodeError, UserError
+from isobatch.core.errors import USER_MODULE, IsobatchError, UserCodeError, UserError, nearest_file
 from isobatch.core.flags import nearest, nearest_hint
 from isobatch.core.recipe import TASK_CODE, Recipe
 from isobatch.data.base import Data
@@ -116,7 +116,7 @@ def load_class(typed: str, location: str, contract: type[T]) -> type[T]:
     path, _, name = location.rpartition(":") if ".py:" in location else (location, "", "")
     file = task_file(location).resolve()
     if not file.is_file():
-        raise UserError(f"{typed}: there is no file {file}")
+        raise UserError(f"{typed}: there is no file {file}{nearest_file(file)}")
     module = _import_file(typed, file)
     own = {k: v for k, v in vars(module).items() if isinstance(v, type) and issubclass(v, contract)}
     found = own.get(name)

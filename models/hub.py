@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 
 from isobatch.core import hub_cache
 from isobatch.core.atomic_files import read_json
-from isobatch.core.errors import IsobatchError, NotHereError, UserError, first_line
+from isobatch.core.errors import IsobatchError, NotHereError, UserError, first_line, nearest_file
 from isobatch.core.flags import nearest_hint
 from isobatch.core.hub_cache import explain_hub_error
 
@@ -44,13 +44,13 @@ def snapshot(name: str, revision: str | None = None) -> Path | None:
 def require_available(name: str, revision: str | None, flag: str = "--model") -> None:
     """Raise UserError unless the model is in the cache or the hub can be reached."""
     if snapshot(name, revision) is None:
-        hub_cache.require_hub(f"{flag} {name}")
+        hub_cache.require_hub(flag, name)
 
 
 @contextlib.contextmanager
 def _asking_the_hub(name: str, revision: str | None, flag: str) -> Iterator[None]:
     """Raise UserError where the hub cannot be reached, or refuses what is asked of it inside."""
-    hub_cache.require_hub(f"{flag} {name}")
+    hub_cache.require_hub(flag, name)
     try:
         yield
     except Exception as error:  # network, missing repository, gated: all are one line to the user
@@ -85,7 +85,7 @@ def check_model(
         check_folder(folder, tokenizer)
         return load_config(name, None)
     if not is_id(name):
-        hint = nearest_hint(name, presets)
+        hint = nearest_hint(name, presets) or nearest_file(name)
         raise NotHereError(
             f"{flag} {name}: is no preset{hint}, folder or hub id (owner/name, such as"
             f" openai-community/gpt2); presets: {', '.join(presets)}"

@@ -20,7 +20,7 @@ from isobatch.core.errors import UserError
 from isobatch.data import readers
 from isobatch.data.corpora import DEMO_PACKAGES, Corpus, taken
 from isobatch.data.preparation.encoding import text_hash
-from isobatch.data.tables.delimited import USUAL_COLUMNS
+from isobatch.data.tables.delimited import USUAL_COLUMNS, simple_name
 
 if TYPE_CHECKING:
     from isobatch.core.facts import Facts
@@ -88,14 +88,14 @@ def find_columns(data: str, available: Sequence[str], options: Any) -> ColumnNam
 
 
 def usual_name(names: Sequence[str], available: Sequence[str]) -> str | None:
-    """The first of the usual names that is there, in letters of any size."""
-    found = {name.lower(): name for name in reversed(available)}
-    return next((found[name] for name in names if name in found), None)
+    """The first of the usual names that is there, however it is written: `Review Text` is review_text."""
+    found = {simple_name(name): name for name in reversed(available)}
+    return next((found[name] for name in map(simple_name, names) if name in found), None)
 
 
 def usual_pair(text: str) -> tuple[str, ...]:
     """The usual names of the column of second texts beside that of the first."""
-    return tuple(pair for first, pair in PAIR_COLUMNS.items() if first == text.lower())
+    return tuple(pair for first, pair in PAIR_COLUMNS.items() if first == simple_name(text))
 
 
 def read_examples(rows: readers.LocatedRows, columns: ColumnNames) -> Iterator[Example]:

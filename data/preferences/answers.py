@@ -78,6 +78,7 @@ def _holds_pair(names: Iterable[str]) -> bool:
 
 def require_columns(names: Sequence[str], where: str) -> None:
     """Raise UserError unless rows with these columns hold judged answers. `where` names their file."""
+    names = [*chat_formats.known_names(dict.fromkeys(names))]
     if not _holds_pair(names) and {*JUDGED}.isdisjoint(names):
         raise UserError(
             f"{where}: has no column label, which says whether an answer is good, and no chosen and rejected;"
@@ -103,7 +104,7 @@ class JudgedAnswers(Preferences):
     where a token is an answer's; `label` (n,) uint8, 1 where the answer is good.
     """
 
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     wanted: ClassVar[tuple[str, str]] = ("judged answer", "prompt, completion and label")
     source: ClassVar[type[PairSource]] = AnswerSource
     require_columns = staticmethod(require_columns)

@@ -15,7 +15,7 @@ from isobatch.core.errors import UserError
 from isobatch.core.number_ranges import HeldOutShare
 from isobatch.data import corpora, readers
 from isobatch.data.base import ArraySource, Ragged
-from isobatch.data.chat_formats import SkippedRowError, template_values
+from isobatch.data.chat_formats import SkippedRowError, known_rows, template_values
 from isobatch.data.preferences import pairs
 from isobatch.data.preferences.encoder import AnswerEncoder, Rendered, Tokens, render
 from isobatch.data.text import chat_templates
@@ -88,7 +88,7 @@ class Preferences(TokenizedData):
     """
 
     Options: ClassVar[type] = PreferencesOptions
-    version: ClassVar[int] = 6
+    version: ClassVar[int] = 7
     demo_vocabulary_size: ClassVar[int] = 1024
     wanted: ClassVar[tuple[str, str]] = ("pair", "prompt, chosen and rejected")
     """What a sample is, and the columns of rows."""
@@ -115,7 +115,7 @@ class Preferences(TokenizedData):
 
     def encode_splits(self) -> Encoded:
         rows = self._open_rows()
-        first = next((row for _, row in rows.splits["train"]()), None)
+        first = next((row for _, row in known_rows(rows.splits["train"]())), None)
         if first is None:
             raise UserError(f"--data {self.recipe.data}: the train split is empty")
         name, default = self.options.template, pairs.default_template(first)
@@ -156,7 +156,7 @@ class Preferences(TokenizedData):
         self, rows: corpora.Corpus, split: str, template: ChatTemplate, counts: RowCounts
     ) -> Iterator[Rendered]:
         """Yield what each row of a split holds as text; count the rows that are skipped."""
-        for where, row in rows.splits[split]():
+        for where, row in known_rows(rows.splits[split]()):
             try:
                 found, notes = self.read_row(row, where)
             except SkippedRowError as reason:

@@ -111,6 +111,7 @@ def main_columns(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 def require_columns(names: Sequence[str], where: str) -> None:
     """Raise UserError unless both answers are among the columns. `where` names their file."""
+    names = [*chat_formats.known_names(dict.fromkeys(names))]
     single = chat_formats.detect_chat_format(names) is not None
     refused = not {*row_fields.JUDGED, *chat_formats.NOT_READ}.isdisjoint(names)  # there as well
     for column in (CHOSEN, REJECTED):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import itertools
 import re
 import tomllib
@@ -37,6 +38,7 @@ USUAL_COLUMNS = {
 """Kind of data -> what is read -> the usual names of its column."""
 
 
+@functools.lru_cache
 def simple_name(column: str) -> str:
     """The name of a column without what people write in many ways: customer_id, Customer ID, CustomerId."""
     return re.sub(r"[\W_]", "", column.lower())

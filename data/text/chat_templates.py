@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from isobatch.core.errors import UserError
+from isobatch.core.errors import UserError, nearest_file
 from isobatch.core.flags import nearest_hint
 from isobatch.data import tokenizers
 from isobatch.data.chat_formats import THOUGHT, UNLEARNT, Message
@@ -63,7 +63,7 @@ def check_name(name: str, own: Sequence[str] = ()) -> None:
     names = ["auto", *(n for n in BUILT_IN if n != VERBATIM), *own]
     if name.endswith(TEMPLATE_FILE):
         if not Path(name).expanduser().is_file():
-            raise UserError(f"--template {name}: there is no such file")
+            raise UserError(f"--template {name}: there is no such file{nearest_file(name)}")
     elif name not in names:
         raise UserError(
             f"--template {name}{nearest_hint(name, names)}: must be one of {', '.join(names)}, or a file that"

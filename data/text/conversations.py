@@ -52,7 +52,7 @@ class TokenRow(NamedTuple):
     """(tokens,) 1 where a token belongs to an answer, else 0."""
 
 
-TOKENIZATION_VERSION = 7
+TOKENIZATION_VERSION = 8
 """Part of the cache key: raise it when the same rows become other tokens."""
 
 
@@ -356,7 +356,7 @@ class Conversations:
         are skipped.
         """
         clean = cleaning.conversation_cleaner(self._held_out() if split == "train" else ())
-        for where, row in self.rows[split]():
+        for where, row in chat_formats.known_rows(self.rows[split]()):
             try:
                 messages, notes = self._parse(row, where)
                 if (cleaned := clean(messages)) is None:
@@ -388,7 +388,7 @@ class Conversations:
     def _held_out(self) -> Iterator[list[chat_formats.Message]]:
         """The conversations that are not trained on."""
         for split in self.splits:
-            for where, row in self.rows[split]() if split != "train" else ():
+            for where, row in chat_formats.known_rows(self.rows[split]()) if split != "train" else ():
                 with contextlib.suppress(chat_formats.SkippedRowError):
                     yield self._parse(row, where)[0]
 

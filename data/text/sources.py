@@ -19,6 +19,7 @@ from isobatch.core.errors import UserError
 from isobatch.data import chat_formats, corpora, readers
 from isobatch.data.base import Column, Ragged
 from isobatch.data.preparation.spooled_array import SpooledColumns
+from isobatch.data.tables.delimited import simple_name
 from isobatch.data.text import demo_stories
 from isobatch.data.text.conversations import SHOWN_PROMPTS, Conversations
 from isobatch.data.text.plain_text import PlainText, TokenizationSettings
@@ -56,7 +57,7 @@ def detect_row_kind(columns: Sequence[str], options: Any, is_only_set: bool, dat
     """
     if options.text_column is not None and (is_only_set or options.text_column in columns):
         return TEXT
-    if {"chosen", "rejected"} <= {*columns}:
+    if {"chosen", "rejected"} <= chat_formats.known_names(dict.fromkeys(columns)).keys():
         raise UserError(
             f"--data {data}: its rows are pairs of answers (chosen, rejected): --task dpo or orpo learns from"
             " them; call the columns prompt and completion to learn one of them"
@@ -125,7 +126,8 @@ class TextSetSpec:
     def _text_column(self, columns: Sequence[str]) -> str:
         """The name of the column of plain text."""
         named = self.options.text_column
-        return named if named is not None and (self.is_only_set or named in columns) else TEXT
+        usual = next((name for name in columns if simple_name(name) == TEXT), TEXT)
+        return named if named is not None and (self.is_only_set or named in columns) else usual
 
     def content_identity(self) -> Any:
         """What its texts depend on, as JSON: hashes of the files; the name of a hub data set."""

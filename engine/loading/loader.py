@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import queue
+import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -209,6 +210,7 @@ class BatchLoader:
             num_workers=self.plan.workers,
             prefetch_factor=max(1, self.plan.prefetch),
             pin_memory=self.plan.pin_memory,
+            worker_init_fn=_ignore_interrupts,
         )
         try:
             for batch in loader:
@@ -228,6 +230,10 @@ def _put_unless_closed(ready: queue.Queue[Any], item: Any, closed: threading.Eve
         except queue.Full:
             continue
     return False
+
+
+def _ignore_interrupts(_: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the process that trains
 
 
 class _FetchDataset:

@@ -168,15 +168,23 @@ def _unknown(text: str, name: str) -> str:
     """The error for a name that is no row of the table: rows that begin with it, near ones, or all, with the
     memory of each card.
     """
-    plain, count = squeezed(name), text.strip().lower().partition(name)[0] if name else ""
+    count = text.strip().lower().partition(name)[0] if name else ""
+    if (glued := re.fullmatch(r"(\d+)([a-z].*)|(.+)[x:](\d+)", name)) and named_model(glued[2] or glued[3]):
+        count, name = f"{count}{glued[1] or glued[4]}x", glued[2] or glued[3]
+    plain = squeezed(name)
     offers = [row for row in MACHINES if plain and squeezed(row).startswith(plain)]
     if offers := offers or get_close_matches(name, MACHINES, n=3, cutoff=0.7):
         said = " | ".join(f"{count}{row} ({_card_gigabytes(row)} GB)" for row in offers)
-        return f"--hardware {text}: did you mean {said}?"
+        return f"--hardware {text}: did you mean {said}? It is [nodes x] GPUs x card, as in 4x8xh100"
+    return f"--hardware {text}: is no machine that I know; {'; '.join(known_machines())}"
+
+
+def known_machines() -> list[str]:
+    """How machines are written, and the names of all cards by their memory."""
     by_size = sorted(MACHINES, key=_card_gigabytes)
-    known = "; ".join(f"{size} GB: {', '.join(rows)}" for size, rows in groupby(by_size, _card_gigabytes))
+    known = [f"{size} GB: {', '.join(rows)}" for size, rows in groupby(by_size, _card_gigabytes)]
     examples = f"write {', '.join(EXAMPLES)} ..., :12gb for a card's memory, @100gbit for a network of nodes"
-    return f"--hardware {text}: is no machine that I know; {examples}; {known}"
+    return [examples, *known]
 
 
 def _card_gigabytes(row: str) -> int:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from isobatch.core.errors import UserError
 from isobatch.core.measures import format_duration, gigabytes, wrapped
-from isobatch.core.terminal import columns, fitted, table
+from isobatch.core.terminal import columns, fitted, rendered, table
 from isobatch.engine.planning.choices import fixed_loader_settings
 from isobatch.engine.planning.estimate import Estimate, Target, estimate
 
@@ -74,10 +75,9 @@ def format_comparison(found: Comparison) -> str:
     heads += ["an hour", "cost"] if found.prices else []
     heads += [] if found.deadline is None else [f"within {format_duration(found.deadline)}"]
     rows = [heads, *(_cells(e, found) for e in found.estimates)]
-    reasons = [f"{e.target.name}: {e.why_not}" for e in found.estimates if not e.plan]
-    return "\n".join(
-        [table(rows, columns()), "", wrapped("\n".join([*reasons, *_conclusions(found)]), columns())]
-    )
+    template, words = Path(__file__).with_name("comparison.jinja"), {**WRITTEN, "whole": format_duration}
+    said = rendered(template, found=found, prices=PRICES, **words)
+    return "\n".join([table(rows, columns()), "", wrapped(said, columns())])
 
 
 def _cells(e: Estimate, found: Comparison) -> list[str]:
@@ -99,25 +99,6 @@ def _cells(e: Estimate, found: Comparison) -> list[str]:
     return cells
 
 
-def _conclusions(found: Comparison) -> list[str]:
-    within = f" within {format_duration(found.deadline)}" if found.deadline is not None else ""
-    cheapest, fastest = found.cheapest, found.fastest
-    name, time = fastest.target.name, short_duration(fastest.seconds or 0.0)
-    lines = [f"fastest{within}: {name}, {time}"]
-    if not fastest.meets(found.deadline):
-        lines = [f"none ends{within}: the fastest, {name}, takes {time}"]
-    elif cheapest is not None and cheapest.cost is not None:
-        cost = f"{format_cost(cheapest.cost)} for {short_duration(cheapest.seconds or 0.0)}"
-        lines = [f"cheapest{within}: {cheapest.target.name}, {cost}"]
-    if found.one_price:
-        lines.append("one price of several cards does not say which is cheapest: --price h100=2.10,t4=0.35")
-    if found.prices:
-        lines.append(f"prices: {PRICES}")
-    if any(e.plan and not e.plan.calibrated for e in found.estimates):
-        lines.append("~ uncalibrated: no measurement on this kind of device stands behind it")
-    return lines
-
-
 def format_cost(cost: float) -> str:
     """A cost with at least two figures, from 1,000 on without a fraction."""
     return f"{cost:,.0f}" if cost >= 1000 else f"{cost:.2f}" if cost >= 0.1 else f"{cost:.2g}"
@@ -134,54 +115,21 @@ BUSY = 1.2
 """Stretched by so much, a run is slower than predictions miss."""
 INTERNAL = ("predicted_step_seconds", "micro_batch_cost")
 """Fields of the plan that are for programs, or stand in a sentence below."""
-EXACTNESS = {
-    "exact": "same curve on any machine and cut, but for the order of float sums",
-    "rounding": "{} rounded to levels: another cut moves few values by one level",
-    "precision": "close, not exact: in {} another cut rounds differently",
-    "noise": "alike, not exact: another cut draws other random numbers",
-}
-"""Invariance -> what it means for who trains elsewhere; with the number format."""
+WRITTEN = {"short": short_duration, "cost": format_cost}
+"""Functions of the templates."""
 
 
 def six_lines(found: Estimate, deadline: float | None = None) -> str:
     """Memory, devices, time, cost, how the batch is cut, and how exact that is: 80 characters at most."""
-    plan, recipe, (used, there) = found.plan, found.target.recipe, found.used
+    plan, recipe = found.plan, found.target.recipe
     assert plan is not None
-    memory, kept = plan.device_memory_bytes, plan.device_memory_bytes - plan.usable_memory_bytes
-    sizes = (plan.predicted_peak_memory_bytes, memory, plan.least_memory_bytes, kept)
-    shown = (f"{n / 1e9:.2f}"[:5].rstrip(".") for n in sizes)
-    unit = "CPU cores" if plan.device == "cpu" else "GPU" if there == 1 else "GPUs"
-    idle = f"{there - used} idle" if there > used else "none idle"
-    if plan.nodes > 1 and plan.device == "cuda":
-        idle += f"; {found.target.hardware.network}"
-    elif there > used:
-        idle += ": more would gain too little"
-    busy = f"; busy now: {found.stretch:.1f} times as long" if found.stretch >= BUSY else ""
-    seconds = (found.seconds or 0, *found.interval)
-    time = "{} ({} to {})".format(*map(short_duration, seconds))
-    if deadline is not None:
-        time += f", {'within' if found.meets(deadline) else 'NOT within'} {short_duration(deadline)}"
-    time += " if the machine is idle" if found.is_measured else ", uncalibrated"
-    cost = "not known: plan --price 2.10/h says it; plan --why all reasons"
-    if (price := found.price) is not None:
-        costs = (format_cost(price * one / 3600) for one in seconds)
-        cost = "{} ({} to {}) at {:.2f} an hour".format(*costs, price)
-        cost += "; idle too" if there > used else ""
     longest = math.ceil(found.target.facts.longest / plan.pad_multiple) * plan.pad_multiple
     share = math.ceil(recipe.batch_size / plan.processes)
     most = min(plan.micro_batch_samples, max(1, plan.micro_batch_tokens // longest), share)
     count = math.ceil(share / most)
-    mesh = " {} x {}".format(*plan.mesh) if plan.copies > 1 else ""
-    cut = f"micro-batch {math.ceil(share / count)} x {count} accumulated"
-    lines = [
-        "memory     fits: {} of {} GB; micro-batch 1 needs {}; {} kept free".format(*shown),
-        f"devices    {used} of {there} {unit} used, {idle}{busy}",
-        f"time       {time}",
-        f"cost       {cost}",
-        f"batch      {plan.strategy}{mesh}: {cut}, {recipe.batch_size} a step, {found.steps:,} steps",
-        "exactness  " + EXACTNESS[plan.invariance].format(plan.precision),
-    ]
-    return fitted("\n".join(lines))
+    template, shown = Path(__file__).with_name("plan.jinja"), {"plan": plan, "count": count, "busy": BUSY}
+    each = math.ceil(share / count)
+    return fitted(rendered(template, found=found, deadline=deadline, each=each, **shown, **WRITTEN))
 
 
 def reasons(found: Estimate) -> str:

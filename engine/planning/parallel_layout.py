@@ -36,7 +36,7 @@ LARGEST_EXCESS = 1.15
 USABLE = 0.8
 """Of a device's memory, where --memory-limit does not say how much."""
 HOST_SHARE = 0.8
-"""Of a node's RAM that offloaded state may take."""
+"""Of a node's RAM that weights and offloaded state may take."""
 AS_GOOD = 1.1
 """Layouts that take at most this times the fastest's time count as equal: predictions are no finer."""
 
@@ -146,9 +146,9 @@ def find_layout(case: PlanningCase, processes: int) -> ParallelLayout | None:
     samples = min(most, case.asked.micro_batch or most)
     for choices in choices_to_try(case, processes):
         tokens, bound = token_budget(case, choices)
-        offloaded = offloaded_bytes(case, choices) if choices.traits.offloads else 0.0
         useful = case.asked.strategy != "auto" or saves_enough(case, choices)
-        if not useful or tokens < case.longest or offloaded > HOST_SHARE * case.hardware.ram_bytes:
+        fits_host = host_bytes(case, choices) <= HOST_SHARE * case.hardware.ram_bytes
+        if not useful or tokens < case.longest or not fits_host:
             continue
         typical = min(tokens, round(OVER_A_RUN * largest_micro_batch(case, choices, samples, tokens)))
         found.append(
@@ -199,11 +199,19 @@ def token_budget(case: PlanningCase, choices: ExecutionChoices) -> tuple[int, st
     return min(bounds)
 
 
-def offloaded_bytes(case: PlanningCase, choices: ExecutionChoices) -> float:
-    """Bytes of offloaded fp32 weights, gradients and moments on one node, and of the strategy's copy."""
-    per_trained = 4.0 + OPTIMIZERS[case.recipe.optimizer].state_bytes + choices.traits.copy_bytes
-    whole = 4.0 * case.model_size.parameters + per_trained * case.model_size.trainable
-    return whole / case.nodes(choices.processes)
+def host_bytes(case: PlanningCase, choices: ExecutionChoices) -> float:
+    """Bytes of a node's RAM beside a GPU: fp32 weights, gradients and moments that are offloaded, and the
+    strategy's copy; else the weights that each process builds there before they go to its GPU. Those of 8 and
+    4 bits are built on it.
+    """
+    size, processes = case.model_size, choices.processes
+    if choices.traits.offloads:
+        per_trained = 4.0 + OPTIMIZERS[case.recipe.optimizer].state_bytes + choices.traits.copy_bytes
+        return (4.0 * size.parameters + per_trained * size.trainable) / case.nodes(processes)
+    if case.device != "cuda" or size.frozen_bytes < 2.0:
+        return 0.0
+    whole = choices.traits.shards_weights  # rank 0 builds it for all, in fp32
+    return 4.0 * size.parameters if whole else case.local(processes) * size.weight_bytes
 
 
 def candidate_process_counts(case: PlanningCase) -> list[int]:
@@ -249,12 +257,9 @@ def does_not_fit(case: PlanningCase, processes: int) -> str:
     need, size = least_bytes(case, processes), case.model_size
     what, may = f"one sample of {case.longest} tokens needs", f"{gigabytes(limit)} of {gigabytes(memory)}"
     if need <= limit:
-        needs, ram = (
-            (offloaded_bytes(case, one) for one in choices_to_try(case, processes)),
-            case.hardware.ram_bytes,
-        )
-        need = round(min(needs))
-        what, may = "offloading needs in a node's RAM", f"{HOST_SHARE:.0%} of {gigabytes(ram)}"
+        need = round(min(host_bytes(case, one) for one in choices_to_try(case, processes)))
+        may = f"{HOST_SHARE:.0%} of {gigabytes(case.hardware.ram_bytes)}"
+        what = "a node's RAM has to hold"
     elif size.fit_bytes > 4.0 * size.parameters and case.device == "cpu":
         what = "what the run's end fits to the data, less of fewer items, needs"
     ways = dict[str, str]()

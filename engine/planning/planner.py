@@ -176,6 +176,7 @@ def _prediction_fields(case: PlanningCase, chosen: ParallelLayout) -> PlanFields
         "usable_memory_bytes": (round(usable), f"--memory-limit, or {layout.USABLE:.0%} of it"),
         "memory_bound_bytes": (chosen.most, bound),
         "device_memory_bytes": (memory, of),
+        "host_memory_bytes": (round(layout.host_bytes(case, chosen.choices)), "a node's, beside GPUs"),
         "predicted_memory_by_stage": (stages, "the peak of each stage by itself, in GB"),
         "predicted_step_seconds": (chosen.seconds, f"arithmetic, launches, exchange and update; {basis}"),
         "calibrated": (measured, basis),

@@ -20,9 +20,9 @@ from typing import Any
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.facts import Facts
-from isobatch.core.flags import build_options, flags_of, nearest, options_to_dict
+from isobatch.core.flags import build_options, flags_of, nearest, options_to_dict, value_text
 from isobatch.core.plan import Plan
-from isobatch.core.recipe import Recipe
+from isobatch.core.recipe import Recipe, differing
 from isobatch.engine.checkpointing.digests import bytes_digest
 from isobatch.engine.runs.log_reader import newest_rows
 from isobatch.engine.runs.run_options import RunOptions
@@ -46,10 +46,17 @@ class Verdict:
 
 
 class FolderTakenError(UserError):
-    """The folder of a new run is another run's."""
+    """The folder of a new run is another run's, or no run's."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(f"{folder} exists and is another run's or not a run: choose --name or --out")
+    def __init__(self, folder: Path, recipe: Recipe, facts: Facts) -> None:
+        what, way = "is not a run", "choose another --name or --out"
+        if (folder / "recipe.json").is_file():
+            there, way = RunFolder(folder), f"{way}, or remove it: `runs rm {folder} --yes`"
+            both = (there.recipe, there.facts), (recipe, facts)
+            rows = differing([{**r.to_compare(), "fingerprint of the data": f.fingerprint} for r, f in both])
+            said = (f"{name} {value_text(a)} there, {value_text(b)} here" for name, (a, b) in rows.items())
+            what = f"is another run: {'; '.join(said) or 'of the same recipe and data'}"
+        super().__init__(f"{folder} exists and {what}; {way}")
 
 
 def run_around(path: Path) -> Path | None:
@@ -110,7 +117,7 @@ class RunFolder:
     def create(cls, folder: Path, recipe: Recipe, facts: Facts, options: RunOptions) -> RunFolder:
         """Create a run folder atomically. Raises FolderTakenError where `folder` exists and is not empty."""
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise FolderTakenError(folder)
+            raise FolderTakenError(folder, recipe, facts)
         fresh = cls(folder.with_name(f".{folder.name}.{os.getpid()}.new"))
         with atomic_files.explain_write_errors(folder):
             fresh.folder.mkdir(parents=True)
@@ -123,7 +130,7 @@ class RunFolder:
             except OSError as error:  # taken since
                 shutil.rmtree(fresh.folder, ignore_errors=True)
                 if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-                    raise FolderTakenError(folder) from None
+                    raise FolderTakenError(folder, recipe, facts) from None
                 raise
         return cls(folder)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.measures import format_duration
 from isobatch.core.plan import REHEARSED_STEPS
-from isobatch.core.terminal import Console, doing
+from isobatch.core.terminal import Console, doing, rendered
 from isobatch.engine.checkpointing import checkpoint
 from isobatch.engine.checkpointing.host_buffer import HostBuffer
 from isobatch.engine.checkpointing.remote_copy import RemoteCopies
@@ -60,8 +59,9 @@ if TYPE_CHECKING:
 
 TRIED_SAMPLES = 64
 """Held-out samples with which a user's own task is tried before its first step."""
-FEW_STEPS = 30
-"""A run of fewer, whose number the epochs decide, is told so: a model and its head hardly move."""
+FEW = 30
+"""A run of fewer steps, by its epochs, is told so: a model and its head hardly move. So is one with fewer
+held-out samples, of which one more right answer is over 3 %."""
 
 
 @dataclass(slots=True)
@@ -255,17 +255,9 @@ def _probe_memory(run: RunOnRank, builder: Builder) -> None:
 
 def _headline(state: Training, builder: Builder) -> str:
     """The first line for the user: task, data, steps, devices, predicted duration."""
-    plan, recipe, world = state.plan, state.recipe, state.world
-    steps, step = sum(s.steps for s in builder.schedules), plan.predicted_step_seconds
+    steps = sum(schedule.steps for schedule in builder.schedules)
     size = state.task.model_size(state.facts)
-    seconds = steps * step + evaluation_seconds(recipe, state.facts, builder.schedules, size, plan)
-    epochs = math.ceil(sum(recipe.epochs or [1.0]) * FEW_STEPS / max(steps, 1))
-    few = 0 < steps < FEW_STEPS and recipe.data is not None and recipe.steps is None
-    return (
-        f"{recipe.task}: {state.facts.samples['train']:,} samples, global batch"
-        f" {recipe.batch_size}, {steps:,} steps on {world.size} x"
-        f" {world.device.type} in {plan.precision} ({plan.invariance});"
-        f" about {format_duration(seconds)} on an idle machine, evaluations included"
-        + (f"\n{size.remark}" if size.remark else "")
-        + (f"\n{steps} steps hardly change a model: --epochs {epochs} makes {FEW_STEPS}" if few else "")
-    )
+    evaluating = evaluation_seconds(state.recipe, state.facts, builder.schedules, size, state.plan)
+    shown = {"seconds": steps * state.plan.predicted_step_seconds + evaluating, "duration": format_duration}
+    template = Path(__file__).with_name("headline.jinja")
+    return rendered(template, state=state, steps=steps, remark=size.remark, few=FEW, **shown)

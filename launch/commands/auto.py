@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from isobatch.core.errors import DONE, UserError
-from isobatch.core.flags import flags_of
+from isobatch.core.flags import flags_of, spelling
 from isobatch.core.measures import printable
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import Recipe
@@ -24,6 +24,7 @@ from isobatch.engine.runs.run_options import RunOptions
 from isobatch.engine.trainer.decay import decayed
 from isobatch.launch.clusters.cluster import refuse_if_in_a_job
 from isobatch.launch.local import launch_run, run_setup
+from isobatch.launch.local import words as flag_words
 from isobatch.launch.local.arguments import parse_sweep, request_text, sort_flags, split_words, task_name
 from isobatch.launch.report.tables import table_beside
 from isobatch.models.protocols import PredictsBatches
@@ -65,6 +66,11 @@ def resume(words: Sequence[str]) -> int:
     """
     positional, flags = split_words(words)
     named = run_setup.one_run(positional, "resume")
+    learnt = {*flags_of(Recipe), *({} if "://" in named else RunFolder.open(named).recipe.options)} - {"data"}
+    typed = flag_words.translate(flags, learnt).flags.items()
+    if other := " ".join(f"{spelling(name)} {value}" for name, value in typed if name in learnt):
+        anew = f"`auto --like {named} {other}` trains a new run, --from in place of --like with its weights"
+        raise UserError(f"resume: {other}: a run keeps its recipe: {anew}")
     kinds = {"resume": launch_run.ResumeOptions, "plan": PlanOptions, "run": RunOptions}
     groups = {name: flags_of(kind) for name, kind in kinds.items()}
     groups["recipe"] = {"data": flags_of(Recipe)["data"]}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from isobatch.core.errors import UserError, first_line
+from isobatch.core.errors import UserError, first_line, nearest_file
 from isobatch.core.extras import need
 from isobatch.core.number_ranges import Positive
 from isobatch.core.plan import PlanOptions
@@ -168,8 +168,8 @@ def _hold_out(replay: Replay, file: str, folder: Path) -> str:
     """Prepare the samples of a file in `folder` as those of the run were; the name of their split."""
     run, path, state = replay.run, Path(file).expanduser(), replay.state
     if not path.is_file():
-        what = "is a folder: give one file of it" if path.is_dir() else "there is no such file"
-        raise UserError(f"--test {file}: {what}")
+        near = f"there is no such file{nearest_file(file)}"
+        raise UserError(f"--test {file}: {'is a folder: give one file of it' if path.is_dir() else near}")
     _, data = workload_of(run.recipe).make(dataclasses.replace(run.recipe, data=str(path), format=None))
     try:
         sizes, name = {**data.prepare_test(folder, run.facts)}, path.name

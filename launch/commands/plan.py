@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from isobatch.core.errors import UserError
+from isobatch.core.errors import DONE, UserError
 from isobatch.core.measures import parse_duration
 from isobatch.core.number_ranges import Count
-from isobatch.core.terminal import print_answer, print_lines
+from isobatch.core.terminal import fitted, print_answer, print_lines
 from isobatch.engine.machine.detect import detect
-from isobatch.engine.machine.hardware import Hardware, parse_hardware
+from isobatch.engine.machine.hardware import Hardware, known_machines, parse_hardware
 from isobatch.engine.planning import comparison
 from isobatch.engine.planning.choices import fixed_loader_settings, remarks_on_plan
 from isobatch.engine.planning.estimate import Target, estimate, parse_prices
-from isobatch.launch.local.arguments import Request, parse_request
+from isobatch.launch.local.arguments import Request, parse_request, split_words
 from isobatch.launch.local.run_setup import AnswerOptions, PlannedOptions, planned_facts, prepared_facts
 
 HERE = "here"
@@ -53,6 +53,9 @@ def plan(words: Sequence[str]) -> int:
     """Usage: plan --task TASK [--hardware 8xh100 | --compare A,B] [--price P] [--deadline 6h]
     [--why] [--json]
     """
+    if split_words(words)[1].get("hardware", "").lower() == "list":
+        print(fitted("\n".join(known_machines())))
+        return DONE
     request = parse_request(words, "plan", PlanCommandOptions)
     return show_plan(request, PlanCommandOptions(**request.extra))
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from isobatch.core.errors import UserError
+from isobatch.core.errors import UserError, nearest_file
 from isobatch.core.flags import value_text
 from isobatch.core.measures import format_duration
+from isobatch.core.recipe import differing, side_by_side
 from isobatch.core.terminal import print_answer, print_lines, table
 from isobatch.engine.optimization.schedule import schedules_of
 from isobatch.engine.planning.cost_model import steps_per_epoch
@@ -111,7 +112,7 @@ def runs(words: Sequence[str]) -> int:
     positional, options = read_command(words, RunsOptions, "runs")
     folder = Path(positional[0] if positional else options.out).expanduser()
     if not folder.is_dir():
-        raise UserError(f"there is no folder {folder}")
+        raise UserError(f"there is no folder {folder}{nearest_file(folder)}")
     found = list(list_runs(folder))
     jobs = job_states(found)
     for reason in {job.reason for job in jobs.values() if job.stage == "unknown"}:
@@ -202,10 +203,10 @@ def compared(runs: Sequence[RunFolder]) -> dict[str, Any]:
         "data": data,
         "plan": differing_plans(runs),
         "split": None if "held-out split" in data else summaries[0].get("split"),
-        "metrics": _side_by_side(
+        "metrics": side_by_side(
             [{k: v for k, v in metrics_of(s).items() if isinstance(v, float | int | str)} for s in summaries]
         ),
-        "figures": _side_by_side([{name: s.get(name) for name in FIGURES} for s in summaries]),
+        "figures": side_by_side([{name: s.get(name) for name in FIGURES} for s in summaries]),
     }
 
 
@@ -213,17 +214,6 @@ def metrics_of(summary: Mapping[str, Any]) -> dict[str, Any]:
     """Those of a summary; none where a received run has something else there."""
     found = summary.get("metrics")
     return found if isinstance(found, dict) else {}
-
-
-def _side_by_side(columns: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    names = dict.fromkeys(name for column in columns for name in column)
-    return {name: [column.get(name) for column in columns] for name in names}
-
-
-def differing(columns: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Name -> its value in each, where they differ; None where one has none."""
-    rows = _side_by_side(columns)
-    return {name: values for name, values in rows.items() if any(v != values[0] for v in values)}
 
 
 def differing_plans(runs: Sequence[RunFolder]) -> dict[str, list[Any]]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from isobatch.core.errors import DONE, FAILED, IsobatchError, UserError
 from isobatch.core.plan import INVARIANCES, Plan
+from isobatch.core.recipe import differing
 from isobatch.core.terminal import doing, print_answer, table
 from isobatch.data.base import MEASURES, Data
 from isobatch.engine.forensics import compare_runs
@@ -22,7 +23,7 @@ from isobatch.engine.train.figures import LossAndNorm, differences, step_rows
 from isobatch.engine.verification.run_order import RunOrder
 from isobatch.engine.verification.tolerance import TOLERANCE, rounding_tolerance
 from isobatch.engine.verification.windows import Window, window_to
-from isobatch.launch.control.runs import differing, differing_plans
+from isobatch.launch.control.runs import differing_plans
 from isobatch.launch.local.arguments import read_command
 from isobatch.launch.local.process_state import preserve_process_state
 from isobatch.launch.local.redo_steps import plan_to_redo

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from isobatch.core import atomic_files
-from isobatch.core.errors import DONE, FAILED, TrainingError, UserError
+from isobatch.core.errors import DONE, FAILED, TrainingError, UserError, nearest_file
 from isobatch.core.facts import Facts
 from isobatch.core.measures import format_bytes
 from isobatch.core.number_ranges import Positive
@@ -236,7 +236,7 @@ def _check_signature(file: Path, signers: str | None, found: Finding) -> None:
     check(signature.is_file(), f"it is not signed: there is no {signature.name}")
     known = Path(signers).expanduser()
     if not known.is_file():
-        raise UserError(f"--signers {signers}: there is no such file")
+        raise UserError(f"--signers {signers}: there is no such file{nearest_file(signers)}")
     names = _ssh_keygen("-Y", "find-principals", "-s", str(signature), "-f", str(known)).stdout.split()
     check(bool(names), f"the signature: its key is none of those in {known}")
     words = ("-f", str(known), "-I", names[0], "-n", NAMESPACE, "-s", str(signature))

@@ -242,8 +242,8 @@ def _misplaced(word: str) -> str:
     """What a word is that stands where a flag should."""
     flag = "--task" if task_word(word) in (*TASKS, *CHAINS) else "--data" if Path(word).exists() else ""
     flag = "--from" if Path(word, "recipe.json").is_file() else flag
-    way = f"Give it as {flag} {word}" if flag else "Flags start with --; spaces need quotes (10%, not 10 %)"
-    return f"what is {word!r}? {way}"
+    way = "Flags start with --; values have commas between (1e-3,3e-3); spaces need quotes (10%, not 10 %)"
+    return f"what is {word!r}? {f'Give it as {flag} {word}' if flag else way}"
 
 
 def _request(

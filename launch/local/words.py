@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from isobatch.core import atomic_files
-from isobatch.core.errors import UserError
+from isobatch.core.errors import UserError, nearest_file
 from isobatch.core.flags import ON_WORDS, BareValue, Flag, convert, spelling, value_text
 from isobatch.core.recipe import HOOK_CODE, TASK_CODE, Recipe
 from isobatch.engine import consent
@@ -176,7 +176,8 @@ def _read_mapping(path: Path, typed: str) -> dict[Any, Any]:
         # No type is guessed: 1e-3, on and 007 stay as they are written.
         found = yaml.BaseLoader(path.read_text(encoding="utf-8")).get_single_data()
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"{typed}: cannot be read: {' '.join(str(error).split())}") from None
+        near = nearest_file(path) if isinstance(error, FileNotFoundError) else ""
+        raise UserError(f"{typed}: cannot be read: {' '.join(str(error).split())}{near}") from None
     if not isinstance(found, dict):
         raise UserError(f"{typed}: holds no lines such as lr: 1e-3")
     return found

@@ -168,7 +168,8 @@ def begin_tracking(run: RunFolder, world: Communicator) -> None:
         "trackio": {"name": name, "resume": "allow"},
     }
     try:
-        world.accelerator.init_trackers(PROJECT, config=settings, init_kwargs=options)
+        project = os.environ.get("WANDB_PROJECT", PROJECT) if run.options().tracker == "wandb" else PROJECT
+        world.accelerator.init_trackers(project, config=settings, init_kwargs=options)
     except Exception as error:  # each library has errors of its own: no server, no key, no database
         tracker = run.options().tracker
         raise UserError(f"--tracker {tracker}: cannot begin: {type(error).__name__}: {error}") from error

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from isobatch.core import atomic_files, number_ranges
-from isobatch.core.errors import UserError
+from isobatch.core.errors import UserError, nearest_file
 from isobatch.core.flags import flags_of
 from isobatch.core.measures import counted, printable
 from isobatch.core.terminal import doing, print_lines
@@ -216,7 +216,7 @@ def find_model(where: str, trust: bool) -> Found:
     if not (path / "recipe.json").is_file() and (file := prediction.onnx_file(path)):
         return file
     if path.suffix == ".onnx":
-        raise UserError(f"{where}: there is no such file")
+        raise UserError(f"{where}: there is no such file{nearest_file(where)}")
     return chat.plain_model(where) or open_run(where, trust)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, cast
 
 from isobatch.core import atomic_files
-from isobatch.core.errors import UserError
+from isobatch.core.errors import UserError, nearest_file
 from isobatch.core.measures import counted, printable
 from isobatch.core.terminal import print_lines
 from isobatch.data import chat_formats, readers
@@ -50,7 +50,7 @@ def check_file(name: str, flag: str = "--file") -> Path:
     """The file of rows that a flag names. Raises UserError where there is none that can be read."""
     path = Path(name).expanduser()
     if not path.is_file() or not os.access(path, os.R_OK):
-        raise UserError(f"{flag} {name}: there is no such file that can be read")
+        raise UserError(f"{flag} {name}: there is no such file that can be read{nearest_file(name)}")
     if not is_table(name):
         raise UserError(f"{flag} {name}: give a file of rows that ends in {', '.join(ROW_ENDINGS)}")
     return path
@@ -294,6 +294,7 @@ class PromptReader(RowReader):
     usual: ClassVar = ("prompt", "text", "question", "query", "input", "instruction", "problem")
 
     def from_row(self, row: Mapping[str, Any], where: str) -> Any:
+        row = row if self.column else chat_formats.known_names(row)
         form = chat_formats.detect_chat_format(list(row)) if self.template and not self.column else None
         if form and self.template:
             asked = chat_formats.parse_question(row, where, form)
@@ -324,6 +325,7 @@ class AnswerReader(RowReader):
 
     def from_row(self, row: Mapping[str, Any], where: str) -> Any:
         try:
+            row = chat_formats.known_names(row)
             found, values = answers.parse_answer(row, where), chat_formats.template_values(row, where)
             return answers.encode_answer(found, self.template, self.settings, where, values)
         except chat_formats.SkippedRowError as reason:

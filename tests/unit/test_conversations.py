@@ -135,6 +135,30 @@ def test_messages_are_chatml_by_default_and_close_turns_with_its_own_token(tmp_p
     assert extra["eos"] == opened.token_to_id(END)
 
 
+WAYS = (str.upper, str.title, lambda name: name.replace("_", "-"), lambda name: f"\ufeff {name.title()} ")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_column_is_known_however_it_is_written(way: Any) -> None:
+    assert {*chat_formats.ANSWERS_OF, *chat_formats.SYSTEM_COLUMNS, *chat_formats.CHAT_COLUMNS} <= {
+        *chat_formats.KNOWN.values()
+    }
+    for name in chat_formats.KNOWN.values():
+        written = way(name)
+        assert chat_formats.known_names({written: 1, "id": 2}) == {name: 1, "id": 2}
+        assert chat_formats.known_names({name: 1, written: 2})[name] == (2 if written == name else 1)
+    for question, answers in chat_formats.ANSWERS_OF.items():
+        found = chat_formats.detect_chat_format([way(question), way(answers[0])])
+        assert found == chat_formats.detect_chat_format([question, answers[0]])
+
+
+def test_questions_in_capitals_are_learnt(tmp_path: Path) -> None:
+    names = ("Question", "ANSWER", "System Prompt"), ("question", "answer", "system_prompt")
+    rows = [[dict(zip(three, ("how?", "so", "be kind"), strict=True))] * 3 for three in names]
+    (_, found, _), (_, wanted, _) = (prepared(tmp_path / str(n), one) for n, one in enumerate(rows))
+    assert np.array_equal(found["tokens"].values, wanted["tokens"].values)
+
+
 def test_a_named_text_column_wins(tmp_path: Path) -> None:
     rows = [{"text": "he", "messages": CHAT[1:3]}] * 3
     extra, columns, _ = prepared(tmp_path / "a", rows, text_column="text")

@@ -81,7 +81,8 @@ def test_a_word_becomes_a_value(name: str, word: Any, value: Any) -> None:
 
 BAD: list[tuple[str, Any, str]] = [
     ("load", "none", "is not one of 16, 8"),
-    ("whole", "3.0", "is not an integer"),
+    ("whole", "3.5", "is not an integer"),
+    ("whole", "1e-3", "is not an integer"),
     ("whole", "²", "is not an integer"),
     ("whole", True, "is not an integer"),
     ("positive", "0", "must be at least 1"),
@@ -125,6 +126,13 @@ def test_types_are_described_in_words() -> None:
         "share": "balanced or integer, at least 1 (or several: a,b)",
     }
     assert {name: describe_type(FLAGS[name].kind) for name in wanted} == wanted
+
+
+@pytest.mark.parametrize("text", ["1000000", "1_000_000", "1e6", "1E+6", "1.0e6", "1000000.0"])
+def test_a_whole_number_is_written_in_any_way(text: str) -> None:
+    assert convert(FLAGS["whole"], text) == 1_000_000
+    assert type(convert(FLAGS["whole"], text)) is int
+    assert str(Interval.parse(text)) == "1000000"
 
 
 def test_intervals_in_steps() -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from isobatch.core.errors import UserError
+from isobatch.core.flags import flags_of
 from isobatch.launch.clusters.kubernetes.job import KubernetesOptions
 from isobatch.launch.clusters.ray.driver import RayOptions
 from isobatch.launch.clusters.slurm.options import SlurmOptions
@@ -73,10 +74,26 @@ BECOMES = [
     ("--attn_implementation eager", "--attention eager", ""),
     ("--fast_dev_run", "--steps 3", ""),
     ("--array 4", "--seed 4", ""),
+    ("--resume_from_checkpoint false", "--resume never", ""),
 ]
 """Words, the same in our flags, and what is said beside."""
-NO_EFFECT = ["--devices auto", "--do_train", "--eval_strategy steps"]
+NO_EFFECT = [
+    "--overwrite_output_dir",
+    "--resume_from_checkpoint",
+    "--devices auto",
+    "--do_train",
+    "--eval_strategy steps",
+]
 REFUSED = [
+    ("--resume_from_checkpoint runs/a/checkpoint-500", "`resume RUN`"),
+    ("--wandb_project thesis", "--tracker wandb"),
+    ("--tf32 true", "--precision bf16"),
+    ("--report_to all", "give one: tensorboard"),
+    ("--gres gpu:8", "`slurm --gpus-per-node 8`"),
+    ("--gpus-per-node h100:8", "`plan --hardware 2x8xh100`"),
+    ("--time 12", "`slurm --time 12:00:00`"),
+    ("--assume-samples 1e6", "`plan` takes it"),
+    ("--pdf", "`report RUN`"),
     ("--limit_val_batches few", "has no meaning here"),
     ("--val_check_interval", "needs a value"),
     ("--fsdp full_shard", "fsdp2"),
@@ -146,6 +163,8 @@ def test_switches_of_other_tools() -> None:
     assert ask("--full").recipe == ask("--mode", "full").recipe == ask().recipe
     assert ask("--fast", "off").recipe == ask("--no-fast").recipe == ask().recipe
     assert ask("--bf16").plan == ask("--precision", "bf16").plan
+    assert ask("--fp32").plan == ask("--precision", "fp32").plan
+    assert ask("--nproc", "2").plan == ask("--processes", "2").plan
     assert (ask("--fp16").plan.precision, ask("--no-fp16").plan.precision) == ("fp16", "auto")
     assert lines("--fp16") == lines("--full") == lines("--no-fast") == []
     for bits in (8, 4):
@@ -213,7 +232,7 @@ def test_a_flag_of_the_task_comes_before_a_word_of_the_same_name(tmp_path: Path)
 
 def test_every_word_stands_for_flags_that_a_task_has() -> None:
     known = set().union(*map(known_flags, TASKS))
-    assert {*SYNONYMS.values()} | VALUES.keys() <= known | {"mode"}
+    assert {*SYNONYMS.values()} | VALUES.keys() <= known | {"mode"} | flags_of(SlurmOptions).keys()
     assert not known & {*SYNONYMS, *WORDS}, "a word that is a flag of ours"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -120,6 +121,18 @@ def test_a_loop_that_stops_early_leaves_nothing_running(
     next(steps)
     steps.close()  # type: ignore[attr-defined]
     wait_until_quiet()
+
+
+def test_a_terminals_interrupt_is_for_the_process_that_trains() -> None:
+    class Deaf(Slow):
+        def fetch(self, indices: np.ndarray, pad_to: int = 0) -> dict[str, np.ndarray]:
+            if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+                raise UserError("a worker hears Ctrl-C")
+            return super().fetch(indices, pad_to)
+
+    steps = loader(Deaf(), workers=1).steps(0, 2)
+    next(steps)
+    steps.close()  # type: ignore[attr-defined]
 
 
 def test_a_closed_loader_waits_for_the_fetch_that_it_is_in() -> None:

@@ -74,9 +74,11 @@ MISTAKES += [
     (f"auto {LM} --lr abc --epochs two", "--lr abc: is not a number; --epochs two: is not a number"),
     (f"auto {LM} --lr abc --optimizr x", "--lr abc: is not a number; --optimizr: auto --task causal-lm has"),
     (f"auto {LM} --fsdp x --sed 1", "--fsdp x: use --strategy fsdp2; --sed: auto --task causal-lm has"),
-    ("resume runs/a --lr 1 --processes x", "--lr: resume has no such flag (`describe` lists flags); --proc"),
+    ("resume runs/a --processes x --sed 1", "--processes x: is not an integer; --sed: resume has no"),
+    ("resume runs/a --learning_rate 1 --adapter lora", "`auto --like runs/a --lr 1 --adapter lora` trains"),
     # Numbers as they are written elsewhere
-    (f"auto {LM} --lr 0,001", "--lr 0,001: is not a number"),
+    (f"auto {LM} --lr 0,001", "--lr 0,001: is not a number: decimals have a point, as in 0.001"),
+    (f"auto {LM} --lr 1e-3 3e-3", "values have commas between (1e-3,3e-3)"),
     (f"auto {LM} --steps 10%", "--steps 10%: is not an integer"),
     (f"auto {LM} --train-fraction 120%", "--train-fraction 120%: must be above 0"),
     # A path one level too high, too low, or without its folder
@@ -96,6 +98,13 @@ MISTAKES += [
     ("auto --task pruning --from runs/b", "is a run of classifier, not of pruning: give it as --teacher"),
     ("auto --task dpo --from runs/a", "is a run of causal-lm, not of dpo: --model RUN/final begins"),
     (f"auto {CLF} --like runs/a", "is a run of causal-lm, not of classifier"),
+    # A name that is nearly one beside it: every flag that takes a path
+    (f"auto {LM} --data row.csv", "--data row.csv: there is no such file or folder (did you mean rows.csv?)"),
+    (f"auto {LM} --model ./run", "did you mean runs?"),
+    (f"auto {LM} --tokenizer ./run", "did you mean runs?"),
+    (f"auto {LM} --config row.csv", "did you mean rows.csv?"),
+    (f"auto {LM} --data rows.csv --text-column text --valid row.csv", "did you mean rows.csv?"),
+    ("runs run", "did you mean runs?"),
     # What other tools take
     (f"auto {LM} --precision int8", "--load-bits 4 or 8"),
     (f"plan {LM} --gpu-type h100", "`plan --hardware 8xh100`"),

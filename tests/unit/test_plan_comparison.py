@@ -147,6 +147,23 @@ def test_a_plan_is_six_lines_of_80_characters_in_one_unit_of_memory(machine: str
         assert not re.search(r"\d [KM]?B\b", table + lines[0])
 
 
+def test_a_plan_says_how_much_of_the_ram_it_takes_where_that_is_much() -> None:
+    """Weights of 16 bits are built there before they are on the GPU, and what is offloaded stays."""
+
+    def asked(model: str, machine: str, *flags: str) -> estimate.Estimate:
+        return estimate.estimate(asked_for(f"Qwen/Qwen2.5-{model}", machine, *flags), {})
+
+    lora = asked("7B", "rtx4090:24gb:32gb", "--adapter", "lora")  # 2 bytes of 7.6e9, and the adapter
+    assert "host RAM   15.24 of 34.36 GB for the weights" in six_lines(lora)
+    offloaded = asked("0.5B", "rtx3060:12gb:16gb", "--strategy", "zero3-offload")  # 20 bytes of 0.494e9
+    assert "host RAM   9.88 of 17.18 GB for what is offloaded" in six_lines(offloaded)
+    assert "host RAM" not in six_lines(asked("7B", "rtx4090:24gb:16gb", "--adapter", "qlora"))
+    refused = asked("7B", "rtx4090:24gb:16gb", "--adapter", "lora").why_not
+    assert refused.startswith(
+        "a node's RAM has to hold 15.24 GB, and 80% of 17.18 GB may be used: --adapter q"
+    )
+
+
 def asked_for(model: str, machine: str, *more: str) -> Target:
     words = ["--task", "causal-lm", "--model", model, "--assume-length", "512", "--hardware", machine, *more]
     asked = parse_request(words, "plan", PlanCommandOptions)

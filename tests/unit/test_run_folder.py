@@ -128,7 +128,7 @@ def test_going_back_drops_what_will_be_written_again(tmp_path: Path) -> None:
 def test_a_folder_in_use_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("")
-    with pytest.raises(UserError, match="exists and is another run's or not a run"):
+    with pytest.raises(UserError, match="exists and is not a run; choose"):
         RunFolder.create(tmp_path / "mine", RECIPE, FACTS, RunOptions())
     assert names(tmp_path) == ["mine"]
     (tmp_path / "empty").mkdir()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from isobatch.core import hub_cache
-from isobatch.core.errors import UserError
+from isobatch.core.errors import UserError, nearest_file
 from isobatch.core.package import ROOT, cache_folder, own_command
 from isobatch.core.recipe import Recipe
 from isobatch.engine import consent
@@ -46,7 +46,7 @@ def checked_image(image: str) -> str:
     if path.exists():
         return str(path.resolve())
     if "://" not in image and (image.startswith(("/", ".", "~")) or path.suffix in IMAGE_FILES):
-        raise UserError(f"--container {image}: there is no such file")
+        raise UserError(f"--container {image}: there is no such file{nearest_file(image)}")
     return image
 
 

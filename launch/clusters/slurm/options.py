@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from isobatch.core.errors import UserError
+from isobatch.core.errors import UserError, nearest_file
 from isobatch.core.measures import parse_duration
 from isobatch.core.number_ranges import Count, Positive, Trials
 from isobatch.core.strategies import traits_of
@@ -101,7 +101,7 @@ def validated(request: Request, options: SlurmOptions) -> Request:
     if (options.make or options.submit) and options.assume_length:
         raise UserError("--assume-length: is for the plan that is shown: leave it out where a job trains")
     if (setup := options.setup) and not Path(setup).expanduser().is_file():
-        raise UserError(f"--setup {setup}: there is no such file")
+        raise UserError(f"--setup {setup}: there is no such file{nearest_file(setup)}")
     nodes, strategy = options.nodes, request.plan.strategy
     world = processes_each(request, "--nodes", nodes, options.gpus_per_node) * nodes
     traits = None if strategy == "auto" else traits_of(strategy)
