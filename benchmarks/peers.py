@@ -72,14 +72,17 @@ def trainer_loop(
     clock: StepClock,
     settings: dict[str, Any],
     order: Sequence[int] | None = None,
+    kinds: tuple[Any, Any] | None = None,
     **more: Any,
 ) -> list[float]:
     """Train by Trainer, with its defaults but for `settings`; the loss of every step.
 
-    `order`: row numbers, in place of Trainer's own order. `more` goes to Trainer.
+    `order`: row numbers, in place of Trainer's own order. `kinds`: a class made from Trainer and that of its
+    settings. `more` goes to Trainer.
     """
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
+    base, settings_of = kinds or (Trainer, TrainingArguments)
     losses: list[Any] = []
     shares: list[Any] = []
 
@@ -92,7 +95,7 @@ def trainer_loop(
             shares.clear()
             clock.step_ended()
 
-    class Watched(Trainer):
+    class Watched(base):  # type: ignore[misc]
         def _get_train_sampler(self, *arguments: Any, **named: Any) -> Any:
             return super()._get_train_sampler(*arguments, **named) if order is None else order
 
@@ -102,6 +105,6 @@ def trainer_loop(
             return loss
 
     common = {"save_strategy": "no", "report_to": [], "disable_tqdm": True, "use_cpu": not ON_GPU}
-    arguments = TrainingArguments(**{**common, **settings})
+    arguments = settings_of(**{**common, **settings})
     Watched(model, arguments, train_dataset=rows, callbacks=[Watch()], **more).train()
     return [float(loss) for loss in losses]

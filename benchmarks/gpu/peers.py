@@ -1,4 +1,4 @@
-"""The others of part 3: a bare PyTorch loop in the manner of nanoGPT, and transformers' Trainer.
+"""The others of part 4: a bare PyTorch loop in the manner of nanoGPT, transformers' Trainer, and TRL's.
 
 GPT-2's shape, flash attention by scaled_dot_product_attention, bf16 autocast, fused AdamW, and a vocabulary
 padded to a multiple of 64 in the bare loop (Karpathy, nanoGPT, train.py and model.py).
@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from isobatch.benchmarks.gpu import runs
 from isobatch.benchmarks.gpu.scratch import RATE, SIZES, Size
 from isobatch.benchmarks.peers import ON_GPU, StepClock, bare_loop, trainer_loop
+from isobatch.core.package import ROOT
 from isobatch.engine.loading.sampler import Sampler
 from isobatch.models.causal_lm import model_sizes
 from isobatch.models.flops import flops_per_token
@@ -101,15 +102,17 @@ def bare(name: str, micro: str, compiled: str) -> Row:
     return figures(clock, size, int(micro), losses)
 
 
-def trainer(name: str, micro: str, compiled: str) -> Row:
-    """Trainer on transformers' GPT-2, with fused AdamW and bf16."""
-    from transformers import GPT2Config, GPT2LMHeadModel
+def trainer(name: str, micro: str, compiled: str, packing: str = "") -> Row:
+    """Trainer on transformers' GPT-2, with fused AdamW and bf16; with `packing` TRL's SFTTrainer, which packs
+    the same tokens, cut at the lengths of instructions, into rows again.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     size = SIZES[name]
     config = model_sizes.PRESETS[size.model].config(size.vocabulary, size.length)
-    config = {k: v for k, v in config.items() if k != "model_type"}
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(**config, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+    config = AutoConfig.for_model(**config, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    model = AutoModelForCausalLM.from_config(config)
     rows = blocks_in_order(size).flatten(0, 1)
     settings = {
         "output_dir": str(runs.shared_folder() / "trainer"),
@@ -123,9 +126,22 @@ def trainer(name: str, micro: str, compiled: str) -> Row:
         "bf16": ON_GPU,
         "torch_compile": compiled == "on",
     }
-    data = [{"input_ids": row, "labels": row} for row in rows]
     clock = StepClock(runs.WARM, size.steps)
-    losses = trainer_loop(model, data, clock, settings, range(len(data)))
+    data: Any = [{"input_ids": row, "labels": row} for row in rows]
+    more: dict[str, Any] = {"order": range(len(rows))}
+    if packing:
+        import trl
+        from datasets import Dataset
+
+        from isobatch.benchmarks.speed.random_tokens import lengths_of
+
+        ends = torch.from_numpy(lengths_of(rows.numel() // 110, 110, size.length)).cumsum(0)
+        parts = rows.flatten().tensor_split(ends[ends < rows.numel()])
+        data = Dataset.from_dict({"input_ids": [part.tolist() for part in parts]})
+        settings |= {"packing": True, "max_length": size.length}
+        words = AutoTokenizer.from_pretrained(ROOT / "tests/fixtures/hub/models--tests--decoder/snapshots/0")
+        more = {"kinds": (trl.SFTTrainer, trl.SFTConfig), "processing_class": words}
+    losses = trainer_loop(model, data, clock, settings, **more)
     return figures(clock, size, int(micro), losses)
 
 

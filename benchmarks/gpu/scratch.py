@@ -55,13 +55,14 @@ def peers(quick: bool) -> Sequence[Trial]:
     return [
         _trial("bare loop, compiled, 64 rows", "gpu.peers:bare", "64", "on"),
         _trial("Trainer, compiled, 16 rows", "gpu.peers:trainer", "16", "on"),
+        _trial("TRL, packing", "gpu.peers:trainer", "16", "off", "packing", needs=("trl", "datasets")),
         _trial("bare loop, compiled, 16 rows", "gpu.peers:bare", "16", "on"),
         _trial("bare loop, 64 rows", "gpu.peers:bare", "64", "off"),
     ]
 
 
-def _trial(name: str, place: str, *words: str) -> Trial:
-    return Trial(name, place, ("whole", *words), 150, (*COMMAND_LINE, GPU))
+def _trial(name: str, place: str, *words: str, needs: tuple[str, ...] = ()) -> Trial:
+    return Trial(name, place, ("whole", *words), 150, (*COMMAND_LINE, *needs, GPU))
 
 
 def headline(rows: Sequence[Row]) -> str:

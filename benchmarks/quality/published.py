@@ -1,7 +1,7 @@
 """The planner's predictions beside published figures: `python -m benchmarks published`. Needs no GPU.
 
 Memory should be within 15 % and time within 30 %; where it is not, the row says why. published_gpus.py has
-speeds of more cards. Published are nanoGPT's README, Qwen's README ("Profiling of Memory and Speed"),
+speeds of more cards. Published are Qwen's README ("Profiling of Memory and Speed"),
 Korthikanti et al. 2022, DeepSpeed's estimators, LLaMA-Factory's README ("Hardware Requirement") and
 Unsloth's requirements.
 """
@@ -37,7 +37,7 @@ QWEN_7B = {  # the first Qwen, by the numbers of Llama's architecture
 
 
 def measure(quick: bool) -> list[Row]:
-    return [*nanogpt(), *qwen(), *korthikanti(), *([] if quick else deepspeed()), *adapters()]
+    return [*qwen(), *korthikanti(), *([] if quick else deepspeed()), *adapters()]
 
 
 def row(source: str, what: str, unit: str, published: float, ours: float, limit: int, why: str) -> Row:
@@ -95,16 +95,6 @@ def seconds(size: ModelSize, machine: str, batch: int, rows: int, length: int, *
 def gigabytes(size: ModelSize, tokens: int, **choices: Any) -> float:
     chosen = ExecutionChoices(device="cuda", precision="bf16", activation_checkpointing="on", **choices)
     return memory_footprint(RECIPE, size, chosen, tokens, tokens).peak / 1e9
-
-
-def nanogpt() -> list[Row]:
-    """GPT-2 124M, 12 rows of 1,024 tokens on an A100, without fused attention."""
-    size, machine = shape("openai-community/gpt2"), "a100-40gb"
-    rows, why = [], "its GELU was eight kernels where ours is one"
-    for name, on, published in (("eager", False, 250), ("compiled", True, 135)):
-        ours = 1e3 * seconds(size, machine, 12, 12, 1024, attention="eager", compile=on)
-        rows.append(row("nanoGPT", f"A100, {name}", "ms an iteration", published, ours, TIME, why))
-    return rows
 
 
 def qwen() -> list[Row]:

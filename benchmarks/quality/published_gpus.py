@@ -49,10 +49,8 @@ def measure(quick: bool) -> list[Row]:
 def compared(line: Mapping[str, str]) -> Row:
     limit, used = (SPEED if line in SPEEDS else MEMORY), "fitted" if line in FITTED else "held out"
     what, figure = f"{line['what']}, {line['machine']}", float(line["published"])
-    return {
-        "used": used,
-        **published.row(line["source"], what, line["unit"], figure, ours(line), limit, line["reason"]),
-    }
+    rest = line["unit"], figure, ours(line), limit, line["reason"]
+    return {"used": used, **published.row(line["source"], what, *rest)}
 
 
 def ours(line: Mapping[str, str]) -> float:
