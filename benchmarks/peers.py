@@ -95,7 +95,7 @@ def trainer_loop(
             shares.clear()
             clock.step_ended()
 
-    class Watched(base):  # type: ignore[misc]
+    class Watched(base):  # type: ignore[misc, valid-type]
         def _get_train_sampler(self, *arguments: Any, **named: Any) -> Any:
             return super()._get_train_sampler(*arguments, **named) if order is None else order
 

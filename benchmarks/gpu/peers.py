@@ -111,8 +111,8 @@ def trainer(name: str, micro: str, compiled: str, packing: str = "") -> Row:
     size = SIZES[name]
     config = model_sizes.PRESETS[size.model].config(size.vocabulary, size.length)
     torch.manual_seed(0)
-    config = AutoConfig.for_model(**config, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    model = AutoModelForCausalLM.from_config(config)
+    asked: Any = AutoConfig.for_model(**config, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    model = AutoModelForCausalLM.from_config(asked)
     rows = blocks_in_order(size).flatten(0, 1)
     settings = {
         "output_dir": str(runs.shared_folder() / "trainer"),

@@ -119,7 +119,7 @@ def trainer(spec: Spec, clock: StepClock) -> list[float]:
         "seed": spec["seed"],
     }
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-    more = {"data_collator": padded, "optimizers": (optimizer, schedule)}
+    more: dict[str, Any] = {"data_collator": padded, "optimizers": (optimizer, schedule)}
     return trainer_loop(model, rows_of(spec), clock, settings, order.reshape(-1).tolist(), **more)
 
 
