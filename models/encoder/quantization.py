@@ -76,8 +76,7 @@ class ActivationQuantizer(nn.Module):
     def choose_range(self) -> None:
         """End the calibration: take the scale and zero point of least squared error over its values."""
         assert self.collected is not None
-        values = torch.cat(self.collected)
-        self.collected = None
+        values, self.collected = torch.cat(self.collected), None
         low, high = min(0.0, float(values.min())), max(0.0, float(values.max()))
         best = (float("inf"), 1.0, 0.0)
         for shrink in torch.linspace(1.0, 0.4, CLIP_CANDIDATES).tolist():
@@ -266,8 +265,7 @@ def split_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]
     """The state dict of an unquantized model of this shape, with the rounded weights in fp32; and scales and
     zero points by name.
     """
-    weights: dict[str, Tensor] = {}
-    quantized: dict[str, Tensor] = {}
+    weights, quantized = dict[str, Tensor](), dict[str, Tensor]()
     for name, value in model.state_dict().items():
         module_name, _, kind = name.rpartition(".")
         module = model.get_submodule(module_name)
