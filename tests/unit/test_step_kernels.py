@@ -1,8 +1,8 @@
-"""What a training step of each workload asks of a device: a change of tests/unit/step_kernels.csv is a decision.
+"""What a step of each workload asks of a device: to change tests/unit/step_kernels.csv is a decision.
 
 Counted on a CPU in a second step, of one micro-batch under bf16 autocast: operations that compute (`forward`,
-`backward`, `optimizer`), those of the passes that give tables of fp32, and those for whose answer a host would
-wait. What is one kernel on a GPU (models/fused_kernels.py) is several here.
+`backward`, `optimizer`), those of the passes that give tables of fp32, and those for whose answer a host
+would wait. What is one kernel on a GPU (models/fused_kernels.py) is several here.
 """
 
 from __future__ import annotations
