@@ -3,7 +3,8 @@
 The model's own forward pass, head and update run on fake CUDA tensors: nothing is computed or allocated, and
 what refuses types or shapes on a card refuses here. A kernel takes the larger of arithmetic / rate and
 bytes / bandwidth, and the host a launch (Williams et al. 2009). The backward pass is estimated from the
-forward pass: torch's engine asks the driver. Needs torch built for CUDA, and neither a GPU nor a driver:
+forward pass: torch's engine asks the driver. Both passes of compiled blocks are traced on a CPU instead, and
+what lies between two products is one kernel. Needs torch built for CUDA, and neither a GPU nor a driver:
 `make gpu-dry`.
 """
 
@@ -64,6 +65,38 @@ class Kernels(TorchDispatchMode):
         self.add(name, flops, float(sum(t.numel() * t.element_size() for t in (*read, *written))), rate=rate)
         return out
 
+    def add_graph(self, graph: torch.fx.Graph, times: int) -> None:
+        """A compiled graph, so many times: products and attention by themselves, what lies between them in
+        one kernel, and one more where it sums over rows, for biases and norms.
+        """
+        fused = [n for n in graph.nodes if n.op == "call_function" and not (is_view(n) or is_product(n))]
+        group = {node: {node} for node in fused}
+        for node in fused:
+            for other in {source(i) for i in node.all_input_nodes} & group.keys():
+                if group[other] is not group[node]:
+                    group[node] |= group[other]
+                    group.update(dict.fromkeys(group[node], group[node]))
+        ends = [n for n in graph.nodes if n.op == "output" or is_product(n)]
+        needed = {source(i) for node in ends for i in node.all_input_nodes}
+        for nodes in {id(found): found for found in group.values()}.values():
+            read = sum(map(node_bytes, {source(i) for n in nodes for i in n.all_input_nodes} - nodes))
+            moved = read + sum(map(node_bytes, nodes & needed))
+            summed = {source(n.args[0]) for n in nodes if "sum" in operation(n)}
+            summed |= {n for n in nodes if operation(n) == "native_layer_norm_backward"}
+            columns = min(read, sum(map(node_bytes, summed))) if len(nodes) > 2 else 0.0
+            words = "+".join(sorted({operation(n) for n in nodes} - {"getitem", "_to_copy", "clone"}))
+            self.add(f"fused {words or 'casts'}", 0, times * (moved + columns), times * (1 + (columns > 0)))
+        for node in filter(is_product, graph.nodes):
+            read_from = list(tensors_in([i.meta["val"] for i in node.all_input_nodes]))
+            moved = float(sum(t.numel() * t.element_size() for t in read_from)) + node_bytes(node)
+            name, rate = operation(node), RATE
+            flops = 2.0 * read_from[-2].numel() * read_from[-1].shape[-1]
+            if "attention" in name:
+                flops = 2.0 * read_from[0].numel() * read_from[0].shape[-2]
+                flops, rate = flops * (2.5 if name.endswith("backward") else 1), ATTENTION_RATE
+            for _ in range(times):
+                self.add(name, flops, moved, rate=rate)
+
     def estimate_backward(self, trained: list[nn.Parameter], frozen: bool) -> None:
         """A product costs two, or one beside a frozen weight; attention 2.5; what is elementwise reads a
         tensor more. Weight gradients come in 16 bits, are cast to fp32 and added.
@@ -75,6 +108,30 @@ class Kernels(TorchDispatchMode):
             rate = ATTENTION_RATE if "attention" in name else RATE
             self.add(name, flops * (2.5 if rate != RATE else times), 2 * moved, int(count * times), rate)
         self.add("gradients cast and added", 0, 18.0 * sum(p.numel() for p in trained), 2 * len(trained))
+
+
+def operation(node: torch.fx.Node) -> str:
+    return getattr(node.target, "__name__", "").partition(".")[0]
+
+
+def is_product(node: torch.fx.Node) -> bool:
+    return operation(node) in PRODUCTS or "attention" in operation(node)
+
+
+def is_view(node: torch.fx.Node) -> bool:
+    """Or a part of what products, attention and views give."""
+    if operation(node) == "getitem":
+        return is_product(node.all_input_nodes[0]) or is_view(node.all_input_nodes[0])
+    return operation(node) in FREE
+
+
+def source(node: torch.fx.Node) -> torch.fx.Node:
+    """What a node is a view of."""
+    return source(node.all_input_nodes[0]) if node.op == "call_function" and is_view(node) else node
+
+
+def node_bytes(node: torch.fx.Node) -> float:
+    return float(sum(t.numel() * t.element_size() for t in tensors_in(node.meta["val"])))
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -181,10 +238,48 @@ def fake_model(what: str) -> Any:
     return model
 
 
-def measure(what: str = "gpt2", rows: int = 16, length: int = 1024) -> tuple[Kernels, Any]:
-    """One step of so many rows under bf16 autocast, not compiled."""
+def block_graphs(rows: int, length: int) -> list[tuple[str, torch.fx.Graph]]:
+    """The graphs of both passes of a block of GPT-2 124M, as torch's compiler divides them."""
+    from torch._functorch.aot_autograd import aot_function, make_boxed_func
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from isobatch.engine.model_setup.layer_blocks import layer_blocks
+    from isobatch.models.fused_layers import fuse_layers
+
+    plain = {"n_layer": 1, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **plain))
+    fuse_layers(model)
+    (block,) = layer_blocks(model)
+    names, values = zip(*block.named_parameters(), strict=True)
+    found: list[tuple[str, torch.fx.Graph]] = []
+
+    def compute(x: Tensor, *values: Tensor) -> Any:
+        return torch.func.functional_call(block, dict(zip(names, values, strict=True)), (x,))
+
+    def keep(part: str) -> Any:
+        def compiler(module: torch.fx.GraphModule, _: Any) -> Any:
+            found.append((part, module.graph))
+            return make_boxed_func(module.forward)
+
+        return compiler
+
+    halves: Any = min_cut_rematerialization_partition
+    function = aot_function(compute, keep("forward"), keep("backward"), halves)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = function(torch.empty(rows, length, model.config.n_embd, requires_grad=True), *values)
+    out = out[0] if isinstance(out, tuple) else out
+    out.backward(torch.empty_like(out))
+    return found
+
+
+def measure(
+    what: str = "gpt2", rows: int = 16, length: int = 1024, compiled: bool = False
+) -> tuple[Kernels, Any]:
+    """One step of so many rows under bf16 autocast; `compiled`: with compiled blocks, of GPT-2."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    from isobatch.engine.model_setup.layer_blocks import layer_blocks
     from isobatch.engine.noise.keyed_attention import key_dropout
     from isobatch.engine.noise.keyed_noise import KeyedNoise
     from isobatch.engine.strategies.base import gradient_norm
@@ -192,12 +287,19 @@ def measure(what: str = "gpt2", rows: int = 16, length: int = 1024) -> tuple[Ker
     from isobatch.models.fused_layers import fuse_layers
 
     kernels = Kernels()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        graphs = block_graphs(rows, length) if compiled else []
     with FakeTensorMode(allow_non_fake_inputs=True), pretended_card(kernels):
         model, noise, device = fake_model(what), KeyedNoise(0), torch.device("cuda")
         fuse_layers(model)
         key_dropout(model, noise)
         noise.bind(0, np.arange(rows), device)
         trained = [p for p in model.parameters() if p.requires_grad]
+        blocks = layer_blocks(model) if compiled else []
+        inside = {p for block in blocks for p in block.parameters()}
+        for block in blocks:
+            block.register_forward_pre_hook(lambda *_: setattr(kernels, "part", "as written"))
+            block.register_forward_hook(lambda *_: setattr(kernels, "part", "forward"))
         tokens = torch.zeros(rows, length, dtype=torch.int64, device=device)
 
         def loss(states: Tensor) -> Tensor:
@@ -207,16 +309,21 @@ def measure(what: str = "gpt2", rows: int = 16, length: int = 1024) -> tuple[Ker
         with kernels:
             with torch.autocast("cuda", torch.bfloat16):
                 head.at_head(model.lm_head, model, tokens, loss)
-            kernels.estimate_backward(trained, frozen=what != "gpt2")
+            kernels.estimate_backward([p for p in trained if p not in inside], frozen=what != "gpt2")
+            kernels.add("gradients added", 0, 12.0 * sum(p.numel() for p in inside), len(inside))
+            for key in [key for key in kernels.rows if key[0] == "as written"]:
+                del kernels.rows[key]
+            for kernels.part, graph in graphs:
+                kernels.add_graph(graph, len(blocks))
             kernels.part = "update"
             gradient_norm([torch.empty_like(p) for p in trained], device)
             kernels.add("adamw", 0, 28.0 * sum(p.numel() for p in trained))
     return kernels, model
 
 
-def report(what: str, rows: int, length: int) -> float:
+def report(what: str, rows: int, length: int, compiled: bool = False) -> float:
     """Prints the parts and the longest kernels; returns the least time of a step in seconds."""
-    kernels, model = measure(what, rows, length)
+    kernels, model = measure(what, rows, length, compiled)
     config, adapted, tokens = model.config, what != "gpt2", rows * length
     left_out = ("wpe", "embed_tokens", "lora")
     matrices = sum(
@@ -229,7 +336,8 @@ def report(what: str, rows: int, length: int) -> float:
     device = sum(row[3] for row in kernels.rows.values())
     least = max(device, count * LAUNCH)
     speed, share = tokens / least, tokens * flops / least / PEAK
-    print(f"{what}: {rows} rows of {length}, bf16 autocast, not compiled: {count:.0f} kernels")
+    how = "blocks compiled" if compiled else "not compiled"
+    print(f"{what}: {rows} rows of {length}, bf16 autocast, {how}: {count:.0f} kernels")
     print(f"  at least {least * 1e3:.1f} ms: {speed:,.0f} tokens/s, MFU {share:.3f}")
     print(f"  the host waits: {dict(+kernels.waits) or 'never'}")
     longest = sorted(kernels.rows.items(), key=lambda row: -row[1][3])[:16]
@@ -242,4 +350,4 @@ def report(what: str, rows: int, length: int) -> float:
 if __name__ == "__main__":
     if torch.version.cuda is None:
         sys.exit("this torch is built for CPUs: `make gpu-dry` needs one that is built for CUDA")
-    report(sys.argv[1], *map(int, sys.argv[2:4]))
+    report(sys.argv[1], *map(int, sys.argv[2:4]), compiled="compiled" in sys.argv)

@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from isobatch.benchmarks import child_process
 from isobatch.benchmarks.gpu import command, runner, runs
 from isobatch.benchmarks.gpu.calibration import CEILINGS, calibration
 from isobatch.benchmarks.gpu.profiler import STEP, trace_figures
+from isobatch.benchmarks.gpu.roofline import BANDWIDTH, Kernels
 from isobatch.benchmarks.gpu.runner import GPU, Part, Results, Trial, run_part
 from isobatch.core.facts import Facts
 from isobatch.core.recipe import Recipe
@@ -203,6 +206,17 @@ def test_energy_is_what_the_counted_steps_took(tmp_path: Path) -> None:
     run: Any = SimpleNamespace(metrics=tmp_path / "metrics.jsonl")
     assert runs.speed(run) == {"tokens/s": 200, "MFU": "-", "W": 200, "tokens/J": 1.0}
     assert runs.energy(200.0, []) == {}
+
+
+def test_a_compiled_graph_fuses_what_lies_between_products() -> None:
+    """(4, 8) @ (8, 2) in fp32: what is added and rectified is read and written once, then the product's."""
+    x, weight = torch.ones(4, 8), torch.ones(8, 2)
+    kernels = Kernels()
+    kernels.add_graph(make_fx(lambda x, weight: (x.sin() + x).relu() @ weight)(x, weight).graph, 3)
+    assert dict(kernels.rows) == {
+        ("forward", "fused add+relu+sin"): [3, 0.0, 3.0 * 2 * 4 * 8 * 4, pytest.approx(768 / BANDWIDTH)],
+        ("forward", "mm"): [3, 3.0 * 2 * 4 * 8 * 2, 3.0 * (32 + 16 + 8) * 4, pytest.approx(672 / BANDWIDTH)],
+    }
 
 
 def test_the_lock_names_every_wheel_that_a_borrowed_machine_gets() -> None:
