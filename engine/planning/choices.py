@@ -214,7 +214,8 @@ def choose_reduction(
         return "explicit", f"{slower}; once after the last is as fast"
     if choices.traits.overlaps_reduction:
         running = "gradients cross processes while the last backward pass still runs"
-        return "overlapped", f"{running}; after it where a parameter has none, or a sparse one"
+        after = "" if choices.traits.shards else "; after it where a parameter has none, or a sparse one"
+        return "overlapped", running + after
     return "explicit", "partitioned gradients are reduced once, after the last micro-batch"
 
 
