@@ -44,11 +44,16 @@ class FullyShardStrategy(Strategy):
         if traits_of(self.plan.strategy).offloads:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
         half = set(matmul_parameters(model)) if self.plan.precision == "bf16" else set()
-        for block in layer_blocks(model):
-            world.broadcast_onto_device(_unsharded(block))
-            shard_block(block, half, options)
-        world.broadcast_onto_device(_unsharded(model))
-        fully_shard(model, **options)
+        blocks = [(block, own_parameters(block, half)) for block in layer_blocks(model)]
+        apart = {p for _, own in blocks for p in own}
+        world.broadcast_onto_device(t for t in (*model.parameters(), *model.buffers()) if t not in apart)
+        fully_shard(model, ignored_params=apart, **options)
+        for block, own in blocks:
+            world.broadcast_onto_device(
+                p for p in block.parameters() if p in own and not isinstance(p, DTensor)
+            )
+            policy = {"mp_policy": HALF} if own <= half else {}
+            fully_shard(block, ignored_params=set(block.parameters()) - own, **policy, **options)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
@@ -133,24 +138,15 @@ class FullyShardStrategy(Strategy):
                 self.optimizer.state[p][kind] = saved.read(key).to(where)
 
 
-def shard_block(block: nn.Module, half: set[nn.Parameter], options: dict[str, Any]) -> None:
-    """Shard a block in one group, or in two where it has parameters of `half`, which are gathered in bf16.
+def own_parameters(block: nn.Module, half: set[nn.Parameter]) -> set[nn.Parameter]:
+    """What is gathered with a block: all of it in fp32 or, in bf16, what it has of `half`.
 
-    Autocast rounds these to bf16 anyway. Norms are a group of their own in fp32, and gradients are summed
-    over micro-batches and ranks in fp32.
+    Autocast rounds these to bf16 anyway. What else it has stays in fp32, and is gathered with the root where
+    it is vectors, as of norms: in a group of its own it would break a compiled block where it is gathered.
+    Gradients are summed over micro-batches and ranks in fp32.
     """
-    rest = [m for m in block.modules() if any(p not in half for p in m.parameters(recurse=False))]
-    if not half.intersection(block.parameters()) or any(list(m.children()) for m in rest):
-        fully_shard(block, **options)
-        return
-    if rest:
-        fully_shard(rest, **options)
-    fully_shard(block, mp_policy=HALF, **options)
-
-
-def _unsharded(module: nn.Module) -> Iterator[Tensor]:
-    """Weights and buffers that are not sharded yet."""
-    return (t for t in (*module.parameters(), *module.buffers()) if not isinstance(t, DTensor))
+    own = set(block.parameters())
+    return own & half if own & half and all(p.ndim == 1 for p in own - half) else own
 
 
 def _rows(tensor: Tensor) -> Tensor:

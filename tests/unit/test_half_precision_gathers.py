@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 from isobatch.engine.distributed.communicator import Communicator
+from isobatch.engine.model_setup.compile_model import compile_model
 from isobatch.engine.model_setup.layer_blocks import matmul_parameters
 from isobatch.engine.strategies.fsdp2 import FullyShardStrategy
 from isobatch.launch.local.process_state import preserve_process_state
@@ -96,3 +98,34 @@ def test_fsdp_gathers_products_in_bf16_and_nothing_else(world: Any, precision: A
     half = torch.bfloat16 if precision == "bf16" else torch.float32
     assert found == {"Embedding": torch.float32, "LayerNorm": torch.float32, "Linear": half}
     assert {p.grad.dtype for p in net.parameters() if p.grad is not None} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "precision"), [("fsdp2", "fp32"), ("fsdp2", "bf16"), ("fsdp2-offload", "bf16")]
+)
+def test_blocks_of_shards_are_compiled_whole(
+    world: Any, strategy: str, precision: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is gathered inside of one, where its graph would break; all learn what eager ones do."""
+    compiled = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda self, mode: compiled(self, backend="eager"))
+    torch.compiler.reset()
+    counters.clear()
+    found = []
+    for mode in ("off", "on"):
+        torch.manual_seed(0)
+        net, chosen = Net(), plan(strategy=strategy, precision=precision, compile=mode)
+        compile_model(net, chosen)
+        runner = FullyShardStrategy(
+            net, lambda model: torch.optim.SGD(model.parameters(), lr=0.1), chosen, world, clip=1.0
+        )
+        for length in (3, 4):
+            with (
+                runner.forward_backward(last=True),
+                torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"),
+            ):
+                runner.backward(net(torch.arange(length)[None]).float().square().sum())
+            runner.step_optimizer(0.1)
+        found.append([values.clone() for _, values in runner.held()])
+    assert all(map(torch.equal, *found))
+    assert (counters["stats"]["unique_graphs"], dict(counters["graph_break"])) == (2, {})

@@ -211,7 +211,8 @@ def test_copies_save_what_each_further_micro_batch_would_send() -> None:
     """In one, 2 x 2 + 4 bytes a parameter cross the network as weights and gradients, 2 x 4 as gradients."""
 
     def ratio(batch: int, network: str) -> float:
-        asked = {"recipe": {"batch_size": batch}, "processes": 64, "activation_checkpointing": "off"}
+        asked: Any = {"recipe": {"batch_size": batch}, "processes": 64, "micro_batch": 8}
+        asked |= {"activation_checkpointing": "off", "compile": "off"}
         plans = [
             planned(f"8x8xh100@{network}", SEVEN_B, BLOCKS, **asked, strategy=s) for s in ("fsdp2", "hsdp")
         ]
