@@ -109,6 +109,7 @@ def test_blocks_of_shards_are_compiled_whole(
     """Nothing is gathered inside of one, where its graph would break; all learn what eager ones do."""
     compiled = nn.Module.compile
     monkeypatch.setattr(nn.Module, "compile", lambda self, mode: compiled(self, backend="eager"))
+    monkeypatch.setattr(torch._dynamo.config, "optimize_ddp", True)  # noqa: SLF001  put back: others want it
     torch.compiler.reset()
     counters.clear()
     found = []
