@@ -52,7 +52,7 @@ class FullyShardStrategy(Strategy):
             world.broadcast_onto_device(
                 p for p in block.parameters() if p in own and not isinstance(p, DTensor)
             )
-            policy = {"mp_policy": HALF} if own <= half else {}
+            policy: dict[str, Any] = {"mp_policy": HALF} if own <= half else {}
             fully_shard(block, ignored_params=set(block.parameters()) - own, **policy, **options)
         for module in model.modules():
             if isinstance(module, FSDPModule):

@@ -109,14 +109,14 @@ def test_blocks_of_shards_are_compiled_whole(
     """Nothing is gathered inside of one, where its graph would break; all learn what eager ones do."""
     compiled = nn.Module.compile
     monkeypatch.setattr(nn.Module, "compile", lambda self, mode: compiled(self, backend="eager"))
-    monkeypatch.setattr(torch._dynamo.config, "optimize_ddp", True)  # noqa: SLF001  put back: others want it
     torch.compiler.reset()
     counters.clear()
     found = []
     for mode in ("off", "on"):
         torch.manual_seed(0)
         net, chosen = Net(), plan(strategy=strategy, precision=precision, compile=mode)
-        compile_model(net, chosen)
+        with torch._dynamo.config.patch(optimize_ddp=True):  # noqa: SLF001  put back: others want it
+            compile_model(net, chosen)
         runner = FullyShardStrategy(
             net, lambda model: torch.optim.SGD(model.parameters(), lr=0.1), chosen, world, clip=1.0
         )
