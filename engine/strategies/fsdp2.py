@@ -141,12 +141,14 @@ class FullyShardStrategy(Strategy):
 def own_parameters(block: nn.Module, half: set[nn.Parameter]) -> set[nn.Parameter]:
     """What is gathered with a block: all of it in fp32 or, in bf16, what it has of `half`.
 
-    Autocast rounds these to bf16 anyway. What else it has stays in fp32, and is gathered with the root where
-    it is vectors, as of norms: in a group of its own it would break a compiled block where it is gathered.
-    Gradients are summed over micro-batches and ranks in fp32.
+    Autocast rounds these to bf16 anyway. What else it has, where that is vectors of layers as of norms,
+    is gathered in fp32 with the root: in a group of its own it would break a compiled block where it is
+    gathered. Gradients are summed over micro-batches and ranks in fp32.
     """
     own = set(block.parameters())
-    return own & half if own & half and all(p.ndim == 1 for p in own - half) else own
+    rest = [m for m in block.modules() if any(p not in half for p in m.parameters(recurse=False))]
+    alone = not any(list(m.children()) for m in rest) and all(p.ndim == 1 for p in own - half)
+    return own & half if own & half and alone else own
 
 
 def _rows(tensor: Tensor) -> Tensor:
