@@ -350,4 +350,4 @@ def report(what: str, rows: int, length: int, compiled: bool = False) -> float:
 if __name__ == "__main__":
     if torch.version.cuda is None:
         sys.exit("this torch is built for CPUs: `make gpu-dry` needs one that is built for CUDA")
-    report(sys.argv[1], *map(int, sys.argv[2:4]), compiled="compiled" in sys.argv)
+    report(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), "compiled" in sys.argv)

@@ -221,12 +221,19 @@ class _ApplyMask(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, mask: Tensor, scale: float) -> Tensor:
         ctx.save_for_backward(mask)
         ctx.scale = scale
-        return (x * mask).mul_(scale)
+        return _scaled(x * mask, scale)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (mask,) = ctx.saved_tensors
-        return (gradient * mask).mul_(ctx.scale), None, None
+        return _scaled(gradient * mask, ctx.scale), None, None
+
+
+def _scaled(x: Tensor, scale: float) -> Tensor:
+    """In place but where it is compiled: torch 2.11 gives a Function with an operation in place no
+    gradient.
+    """
+    return x * scale if torch.compiler.is_compiling() else x.mul_(scale)
 
 
 class _DropOnDevice(torch.autograd.Function):

@@ -271,3 +271,22 @@ def test_recomputing_a_module_called_twice_is_refused() -> None:
     )
     with pytest.raises(UserError, match="called several times"):
         out.sum().backward()
+
+
+def test_compiled_dropout_passes_the_same_gradient() -> None:
+    """torch 2.11 gives none where a Function computes in place; 2.13, which the lock has, does."""
+    keys = torch.tensor([[1, 2], [3, 4]], dtype=torch.int32)
+
+    def loss(x: Tensor) -> Tensor:
+        y = x.sin()
+        return apply_mask(y, keep_mask(keys, y[0].numel(), 0.3), 0.3).square().sum()
+
+    torch.compiler.reset()
+    gradients = []
+    for function in (loss, torch.compile(loss, backend="eager")):
+        x = torch.linspace(-1, 1, 24).view(2, 12).requires_grad_()
+        function(x).backward()
+        assert x.grad is not None
+        gradients.append(x.grad)
+    assert gradients[0].any()
+    assert torch.equal(*gradients)
