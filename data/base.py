@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
@@ -74,6 +74,10 @@ class Ragged:
     def lengths_of(self, indices: np.ndarray) -> np.ndarray:
         """(len(indices),) int64."""
         return np.asarray(self.offsets[indices + 1] - self.offsets[indices])
+
+    def take(self, rows: np.ndarray) -> Ragged:
+        """The rows where this mask (n,) is true."""
+        return Ragged.of_lengths(self.values[np.repeat(rows, self.lengths)], self.lengths[rows], self.pad)
 
     def rows(self, indices: np.ndarray, pad_to: int = 0) -> np.ndarray:
         """(len(indices), longest) padded on the right; at least `pad_to` wide."""
@@ -350,6 +354,27 @@ def load(folder: Path) -> dict[str, Column]:
         values, *offsets = (_open_array(folder / file, size) for file, size in entry["files"].items())
         columns[name] = Ragged(values, np.asarray(offsets[0]), entry["pad"]) if offsets else values
     return columns
+
+
+def in_train(test: Path, train: Path) -> np.ndarray:
+    """(n,) bool: whether each sample of the prepared `test` is one of `train`, by its tokens where both have
+    them, else by all but weights; none where the columns differ.
+    """
+    columns, known = load(test), load(train)
+    both = columns.keys() & known.keys()
+    names = {"tokens"} & both or {name for name in known if not name.endswith(WEIGHT)}
+    if not names <= both:
+        return np.zeros(count_rows(columns), bool)
+    rows, those = (zip(*(_row_bytes(of[n]) for n in sorted(names)), strict=True) for of in (columns, known))
+    rows = [*rows]
+    seen = {*rows}.intersection(those)
+    return np.array([row in seen for row in rows], bool)
+
+
+def _row_bytes(column: Column) -> Iterator[bytes]:
+    is_ragged = isinstance(column, Ragged)
+    rows = np.split(column.values, column.offsets[1:-1]) if is_ragged else np.asarray(column)
+    return (row.tobytes() for row in rows)
 
 
 def _open_array(file: Path, size: int) -> np.ndarray:

@@ -26,7 +26,6 @@ BATCH_ROWS, BLOCK_BYTES = 1 << 18, 1 << 23
 """What is read at a time of Parquet, and of text."""
 NUMBERS = {"rating": "", "quantity": "", "time": ", or dates such as 2019-12-31 23:59:59 or 31.12.2019"}
 """Columns that hold numbers, and what else they may hold: text would be sorted alphabetically."""
-NOT_UTF8 = "is not UTF-8: save it as such (iconv -f latin1 -t utf-8)"
 GAPS = {"::": "double colons", " ": "blanks"}
 """What is between fields where no single sign is; " " stands for blanks and tabs of any number."""
 TIME_CELL = re.compile(r"\d{9,}|\d{4}-\d\d-\d\d|\d\d?([./-])\d\d?\1\d{4}")
@@ -216,16 +215,17 @@ def delimited_table(file: Path, shape: Shape, columns: Mapping[str, str] | None 
         options.use_threads = False  # else an error does not name its row
         quote = '"' if shape.dialect["quoting"] != csv.QUOTE_NONE else False
         parse = arrow.ParseOptions(delimiter=delimiter, quote_char=quote)
-        is_odd = file.suffix.lower() == readers.GZIP or readers.is_utf16(file)
+        is_odd = file.suffix.lower() == readers.GZIP or readers.encoding_of(file)[0] != "utf-8"
         message = "holds no rows: leave it out"
         try:
             for batch in arrow.open_csv(readers.open_utf8(file) if is_odd else file, options, parse, convert):
                 message = "" if len(batch) else message
                 yield batch
         except UnicodeDecodeError:
-            message = NOT_UTF8
+            message = readers.NOT_UTF8
         except pa.ArrowInvalid as error:
-            message = re.sub("CSV conversion.* invalid UTF8 data", NOT_UTF8, str(error).splitlines()[0])
+            message = str(error).splitlines()[0]
+            message = re.sub("CSV conversion.* invalid UTF8 data", readers.NOT_UTF8, message)
         if message:
             row, reason = re.fullmatch(r"(?:.*Row #(\d+): )?(.*)", message).groups()  # type: ignore[union-attr]
             line = f" line {row}" if row else ""
@@ -315,6 +315,7 @@ def shape_to_stream(file: Path, form: str, columns: Iterable[str | None], known:
     with readers.open_utf8(file) as stream:
         head = [b.decode("utf-8-sig", "replace") for b in itertools.islice(stream, delimited.SAMPLED_LINES)]
     shape = find(head, usual="," if form == "csv" else "\t")
+    shape.notes.extend(readers.encoding_of(file)[1])
     for gap, what in GAPS.items() if not shape.even else ():
         found = find(["\t".join(line.split(gap.strip() or None)) for line in head], usual="\t")
         if found.even:

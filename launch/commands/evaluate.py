@@ -14,7 +14,7 @@ from isobatch.core.extras import need
 from isobatch.core.number_ranges import Positive
 from isobatch.core.plan import PlanOptions
 from isobatch.core.terminal import format_metrics, print_answer, print_lines
-from isobatch.data.base import TEST, fingerprint
+from isobatch.data.base import TEST, Ragged, fingerprint, in_train, load, save
 from isobatch.data.digests import file_hash
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import run_around
@@ -88,7 +88,7 @@ def _measure_samples(run: RunFolder, options: EvaluateOptions, form: Path | None
         raise UserError(f"--split {options.split}: the data has {', '.join(run.facts.samples)}")
     splits = [options.split] if options.split else [s for s in run.facts.samples if s != "train"]
     with replay.builder, tempfile.TemporaryDirectory() as folder:
-        splits = [_hold_out(replay, options.test, Path(folder))] if options.test else splits
+        splits = _hold_out(replay, options.test, Path(folder)) if options.test else splits
         state, metrics = replay.state, {name: {} if form else replay.evaluate(name) for name in splits}
         for name, found in metrics.items():
             if isinstance(state.task, KeepsBaselines) and run.final.is_dir():
@@ -164,8 +164,10 @@ def _ask_harness(run: RunFolder, options: EvaluateOptions) -> Measured:
     return metrics, {"lm_eval": names, "limit": options.limit, "metrics": metrics}
 
 
-def _hold_out(replay: Replay, file: str, folder: Path) -> str:
-    """Prepare the samples of a file in `folder` as those of the run were; the name of their split."""
+def _hold_out(replay: Replay, file: str, folder: Path) -> list[str]:
+    """Prepare the samples of a file in `folder` as those of the run were; the name of their split, and of one
+    of those that are not in the training data, where only some are.
+    """
     run, path, state = replay.run, Path(file).expanduser(), replay.state
     if not path.is_file():
         near = f"there is no such file{nearest_file(file)}"
@@ -176,11 +178,21 @@ def _hold_out(replay: Replay, file: str, folder: Path) -> str:
     except UserError as error:
         said = str(error).replace("--data ", "--test ").replace("--file ", "--test ")
         raise UserError(f"{said} (it is read as the data of {run.folder} was)") from None
-    print_lines(*(f"--test {file}: {note}" for note in sizes.pop("notes", ())))
-    replay.builder.hold_out(name, data.open(folder, TEST), fingerprint(folder))
+    notes, splits = [*sizes.pop("notes", ())], {name: TEST}
+    again = in_train(folder / TEST, Path(run.facts.folder) / "train")
+    if count := int(again.sum()):
+        notes.append(f"{count:,} of {len(again):,} rows are in the run's train data too and flatter it")
+        if count < len(again) and not sizes:  # sizes are of the whole file
+            whole = load(folder / TEST).items()
+            new = {k: c.take(~again) if isinstance(c, Ragged) else c[~again] for k, c in whole}
+            save(folder / "new", new)
+            splits[f"{name} without these {count:,}"] = "new"
+    print_lines(*(f"--test {file}: {note}" for note in notes))
+    for split, part in splits.items():
+        replay.builder.hold_out(split, data.open(folder, part), fingerprint(folder / part))
     extra = {key: value for key, value in run.facts.extra.items() if key != "sets"}
-    state.facts = dataclasses.replace(run.facts, extra={**extra, "splits": {name: sizes}})
-    return name
+    state.facts = dataclasses.replace(run.facts, extra={**extra, "splits": dict.fromkeys(splits, sizes)})
+    return [*splits]
 
 
 def require_capability(run: RunFolder, capability: type[T], command: str, refusal: str) -> T:

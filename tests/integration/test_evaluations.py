@@ -133,6 +133,11 @@ def test_files_of_another_kind_are_refused_in_a_sentence(tmp_path: Path) -> None
     asked = launch("evaluate", "runs/run", "--lm-eval", ".", cwd=tmp_path)
     assert "which writes no text" in asked.stderr
     assert not (tmp_path / "runs/run/evaluations.jsonl").exists()
+    done = succeed("evaluate", "runs/run", "--test", "texts.csv", "--json", cwd=tmp_path)
+    trained = RunFolder.open(tmp_path / "runs/run").facts.samples["train"]
+    assert f"{trained} of 48 rows are in the run's train data too" in done.stderr
+    whole, new = json.loads(done.stdout).values()
+    assert (whole["samples"], new["samples"]) == (48, 48 - trained)
 
 
 TASK = """

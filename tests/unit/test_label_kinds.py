@@ -15,7 +15,7 @@ import pytest
 from isobatch.core.errors import UserError
 from isobatch.core.recipe import Recipe
 from isobatch.data import corpora, readers, tokenizers
-from isobatch.data.base import Ragged, load
+from isobatch.data.base import Ragged, in_train, load
 from isobatch.data.labelled.dataset import NO_LABEL, Labelled, LabelledOptions
 from isobatch.data.labelled.kinds import KINDS, as_bio, form_of_sets
 from isobatch.engine.loading.prepare import prepare
@@ -808,7 +808,8 @@ def test_rows_for_a_finished_run_are_read_as_its_own(
     options = LabelledOptions(problem=kind)  # type: ignore[arg-type]
     recipe = Recipe(task="classifier", data=str(tmp_path), max_length=16, tokenizer=str(tmp_path))
     facts = prepare(Labelled(recipe, options))
-    as_jsonl(tmp_path / "new.jsonl", [new[kind]] * 3)
+    unseen = {**new[kind], "text": "text 11", "words": ["New", "York", "11"]}
+    as_jsonl(tmp_path / "new.jsonl", [new[kind]] * 3 + [unseen])
     other = Recipe(task="classifier", data=str(tmp_path / "new.jsonl"), max_length=16)
     Labelled(other, LabelledOptions()).prepare_test(tmp_path / "prepared", facts)
     found, was = load(tmp_path / "prepared" / "test"), load(tmp_path / facts.folder / "train")
@@ -819,6 +820,8 @@ def test_rows_for_a_finished_run_are_read_as_its_own(
     values = label.rows(np.array([0]))[0] if isinstance(label, Ragged) else label[0]
     wanted = {"classes": 2, "multi-label": [0, 0, 1], "regression": 7, "tokens": [1, 2, 0]}
     assert values.tolist() == wanted[kind] or [n for n in values.tolist() if n != NO_LABEL] == wanted[kind]
+    again = in_train(tmp_path / "prepared" / "test", tmp_path / facts.folder / "train")
+    assert again.tolist() == [True, True, True, False]
     as_jsonl(tmp_path / "strange.jsonl", [{**new[kind], "label": "other", "tags": ["B-other", "O", "O"]}])
     strange = Labelled(Recipe(task="classifier", data=str(tmp_path / "strange.jsonl")), LabelledOptions())
     with pytest.raises(UserError, match=r"is none of the run's: |holds other, no finite number"):
