@@ -54,7 +54,8 @@ def open_start(origin: Mapping[str, Any], task: Task, facts: Facts) -> CarriedOv
     """The checkpoint that `starts_from` names. Raises UserError where it is gone or another one."""
     folder = Path(origin["run"]) / "checkpoints" / origin["checkpoint"]
     if not (folder / CHECKSUMS).is_file():
-        raise UserError(f"the recipe starts from {folder}, and it is not there: put it back")
+        way = f"put the run {origin['run']} back; verify --level records does without"
+        raise UserError(f"the recipe starts from {folder}, and it is not there: {way}")
     if bytes_digest(folder / CHECKSUMS) != origin["digest"]:
         raise UserError(f"the recipe starts from {folder}, and that is another checkpoint now")
     rows = task.kept_rows(Path(origin["run"]), facts)[0] if isinstance(task, KeepsRows) else {}

@@ -39,6 +39,7 @@ from isobatch.models.causal_lm import known_models
 
 if TYPE_CHECKING:
     from isobatch.core.recipe import Recipe
+    from isobatch.data.base import Data
     from isobatch.models.protocols import Batches
 
 
@@ -286,15 +287,28 @@ def locate_data(run: RunFolder, recipe: Recipe, data: str | None, mend: bool = F
     if here:
         keep(here)
         return
-    _, data_source = workload_of(recipe).make(dataclasses.replace(recipe, data=data or recipe.data))
+    data_source = _source(run, recipe, data)
     try:
         data_source.check()
     except UserError as error:
         way = f"; where it has moved, `verify {run.folder} --level records --data PATH` finds it for all"
-        raise UserError(f"{error}{'' if data else way}") from None
+        if not str(error).startswith("--data"):
+            way = "; put it back there, or have the run's final/ beside it (receipt check --run FOLDER)"
+        raise UserError(f"{error}{'' if data and '--data' in way else way}") from None
     new_facts = prepare(data_source, partial(print_lines, quiet=run.options().quiet))
     refuse_other_data(run, new_facts)
     keep(new_facts)
+
+
+def _source(run: RunFolder, recipe: Recipe, data: str | None) -> Data:
+    """The data of a recipe, at `data` if it has moved. Where the folder of its tokenizer is gone, it has that
+    of the run's final/: one that differs makes other data, which its fingerprint shows.
+    """
+    named = recipe.tokenizer
+    is_gone = named and not hub_cache.is_id(named) and not Path(named).expanduser().exists()
+    tokenizer = str(run.final) if is_gone and (run.final / "tokenizer.json").is_file() else named
+    here = dataclasses.replace(recipe, data=data or recipe.data, tokenizer=tokenizer)
+    return workload_of(here).make(here)[1]
 
 
 def held_out(run: RunFolder, data: str | None = None) -> tuple[str, Batches]:
@@ -313,8 +327,7 @@ def compare_source(run: RunFolder, data: str | None) -> tuple[list[str], list[st
     """(what speaks against that the run's prepared data is made of what its recipe names, else that this was
     taken on trust): a sentence, or a phrase. `data`: where the source lies now.
     """
-    recipe = dataclasses.replace(run.recipe, data=data or run.recipe.data)
-    _, source = workload_of(recipe).make(recipe)
+    source = _source(run, run.recipe, data)
     try:
         consent.require_reading(run.recipe, run.folder, ("data",) if data else ())
         source.check()
@@ -322,11 +335,11 @@ def compare_source(run: RunFolder, data: str | None) -> tuple[list[str], list[st
             return [], []
         found = prepare(source, partial(print_lines, quiet=True))
     except UserError:
-        return [], [f"that the prepared data is made of {recipe.data}, which is not here"]
+        return [], [f"that the prepared data is made of {data or run.recipe.data}, which is not here"]
     if found.fingerprint == run.facts.fingerprint:
         return [], []
     prints = f"{found.fingerprint} and not {run.facts.fingerprint}"
-    return [f"{recipe.data} holds other data than was trained on: {prints}"], []
+    return [f"{data or run.recipe.data} holds other data than was trained on: {prints}"], []
 
 
 def is_prepared(run: RunFolder) -> bool:

@@ -38,7 +38,8 @@ class ReportOptions(AnswerOptions):
     """Only draw the figures of each run into its plots/, or into --to FOLDER; also while it trains. Of a
     sweep its own picture."""
     metric: str | None = None
-    """Of a sweep: the metric of table and picture, such as perplexity or accuracy. What is best stays."""
+    """Of a sweep: the metric of table and picture, such as perplexity or accuracy; test_accuracy has the test
+    split's, of every setting. What is best stays."""
 
 
 def report(words: Sequence[str]) -> int:

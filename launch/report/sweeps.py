@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Mapping
+import re
+import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from isobatch.core.terminal import rendered
 from isobatch.engine.runs.run_folder import SWEEP, RunFolder
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 from isobatch.launch.report.records import placed_rows, save
-from isobatch.launch.report.tables import format_value, in_markdown, with_error
+from isobatch.launch.report.tables import error_places, format_value, in_markdown, with_error
 from isobatch.models.protocols import Drawing
 
 TEST, VALID = HELD_OUT_SPLITS
@@ -26,12 +28,35 @@ MOST_NAMED = 10
 
 
 def read(folder: Path, metric: str | None = None) -> dict[str, Any]:
-    """What a sweep came to, shown by another metric than chose the best if one is named. Raises UserError."""
+    """What a sweep came to, shown by another metric than chose the best if one is named, such as `test_loss`,
+    which is of the test split. Raises UserError.
+    """
     found: dict[str, Any] = atomic_files.read_json(folder / SWEEP)
+    found["by"], name = found["metric"], metric or found["metric"]
+    if name.startswith(f"{TEST}_"):
+        name, found["split"] = name.removeprefix(f"{TEST}_"), TEST
+        found["rows"] = _of_test_split(found, folder)
     known = dict.fromkeys(name for row in found["rows"] for name in row["metrics"])
-    if metric and metric not in known:
-        raise UserError(f"--metric {metric}: {folder} has {', '.join(known)}")
-    return {**found, "metric": metric or found["metric"], "by": found["metric"]}
+    if metric and name not in known:
+        raise UserError(f"--metric {metric}: {folder} has {', '.join(known) or 'no figures of that split'}")
+    return {**found, "metric": name}
+
+
+def _of_test_split(found: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
+    """The rows of a sweep with their figures on the test split, which its runs' summaries alone hold."""
+    groups = ([RunFolder(place).summary() or {} for place in places_of(r, folder)] for r in found["rows"])
+    figures = (means([one.get("metrics_by_split", {}).get(TEST, {}) for one in group]) for group in groups)
+    return [{**row, **figure} for row, figure in zip(found["rows"], figures, strict=True)]
+
+
+def means(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Means and standard deviations of the numbers in the metrics of several runs."""
+    names = dict.fromkeys(name for row in rows for name in row if isinstance(row[name], float | int))
+    columns = {name: [row[name] for row in rows if name in row] for name in names}
+    return {
+        "metrics": {name: statistics.fmean(found) for name, found in columns.items()},
+        "deviations": {name: statistics.stdev(found) for name, found in columns.items() if len(found) > 1},
+    }
 
 
 def searched(found: Mapping[str, Any]) -> list[str]:
@@ -57,26 +82,28 @@ def cells_of(found: Mapping[str, Any]) -> list[list[str]]:
     --halving stopped where it was compared last; without columns that say nothing.
     """
     metric, rows, names = found["metric"], found["rows"], searched(found)
-    figures = (f"{VALID} {metric}", "deviation", "n", "failed", "stopped at step")
+    figures = (f"{found['split']} {metric}", "deviation", "n", "failed", "stopped at step")
     lines = [["best", *names, *figures, "run"]]
+    known = [places for row in rows if (places := error_places(row["deviations"].get(metric))) is not None]
+    places = max(known, default=None)
     for row in rows:
         is_best = rows[1:] and found["best"] and row["values"] == found["best"]["values"]
         counts = (len(row["runs"]) - row["failed"], row["failed"] or "", row.get("stopped", ""))
         values = [format_value(row["values"][name]) for name in names]
-        values += [*figures_of(row, metric), *map(str, counts), Path(row["runs"][0]).name]
+        values += [*figures_of(row, metric, places), *map(str, counts), Path(row["runs"][0]).name]
         lines.append(["*" if is_best else "", *values])
     columns = [column for column in zip(*lines, strict=True) if any(column[1:])]
     return list(map(list, zip(*columns, strict=True)))
 
 
-def figures_of(row: Mapping[str, Any], metric: str) -> list[str]:
+def figures_of(row: Mapping[str, Any], metric: str, places: int | None = None) -> list[str]:
     """Mean and deviation of a row, or of the best's test split, as text; empty where it has none."""
-    return with_error(*(row[part].get(metric, "") for part in ("metrics", "deviations")))
+    return with_error(*(row[part].get(metric, "") for part in ("metrics", "deviations")), places)
 
 
 def legend(found: Mapping[str, Any]) -> list[str]:
     """What the table's figures are, that of the best on the test split, and where to search on."""
-    test = (found["best"] or {}).get(TEST)
+    test = (found["best"] or {}).get(TEST) if found["split"] == VALID else None
     figures = [one for one in figures_of(test, found["metric"]) if one] if test else []
     template = Path(__file__).with_name("sweep.txt.jinja")
     return rendered(template, found=found, figures=figures, test=TEST, valid=VALID).splitlines()
@@ -85,11 +112,20 @@ def legend(found: Mapping[str, Any]) -> list[str]:
 def write_tables(found: Mapping[str, Any], file: Path) -> None:
     """Write the table as FILE.csv, and without the names of runs as FILE.md and FILE.tex."""
     cells, notes = cells_of(found), legend(found)
+    joined = [line[:-1] for line in cells]
+    if "deviation" in cells[0]:
+        place = cells[0].index("deviation")
+        for number, line in enumerate(joined):
+            error = line.pop(place)
+            line[place - 1] += f" ± {error}" if number and error else ""
     with file.with_name(f"{file.name}.csv").open("w", newline="", encoding="utf-8") as stream:
         csv.writer(stream, lineterminator="\n").writerows(cells)
     for ending in ("md", "tex"):
         template = Path(__file__).with_name(f"sweep.{ending}.jinja")
-        text = rendered(template, cells=[line[:-1] for line in cells], notes=notes, md=in_markdown)
+        shown = joined if ending == "tex" else [line[:-1] for line in cells]
+        bodies = map("".join, zip(*shown[1:], strict=True))
+        sides = "".join("r" if re.match(r"[-.\d]", body) else "l" for body in bodies)
+        text = rendered(template, cells=shown, notes=notes, sides=sides, md=in_markdown)
         atomic_files.write_text(file.with_name(f"{file.name}.{ending}"), f"{text}\n")
 
 
@@ -127,13 +163,13 @@ def drawing(found: Mapping[str, Any], folder: Path) -> Drawing:
             for name, ax in zip(flags, over_flags, strict=True) if mean is not None else ():
                 ax.errorbar(row["values"][name], mean, deviation, capsize=3, **look)
         for name, ax in zip(["step", *flags], [over_steps, *over_flags], strict=True):
-            ax.set(xlabel=name, ylabel=f"{VALID} {metric}")
+            ax.set(xlabel=name, ylabel=f"{VALID if name == 'step' else found['split']} {metric}")
             for axis in (ax.yaxis, ax.xaxis)[: 1 + (name != "step")]:
                 axis.set_major_locator(MaxNLocator(5))
                 low, high = axis.get_data_interval()
-                if 0 < low <= high / 10:
+                if 0 < low * (10 if axis is ax.yaxis else 2.99) <= high:
                     ax.set(**{f"{axis.axis_name}scale": "log"})
-                    axis.set_major_locator(LogLocator(subs=(1, 3)))
+                    axis.set_major_locator(LogLocator(subs=(1, 3) if 10 * low <= high else (1, 2, 3, 5)))
                     axis.set_major_formatter("{x:g}")
                     axis.set_minor_formatter("")
         lines = dict(zip(*over_steps.get_legend_handles_labels()[::-1], strict=True))

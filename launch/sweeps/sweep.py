@@ -31,7 +31,7 @@ from isobatch.launch.local.arguments import Point, Request, labelled
 from isobatch.launch.local.launch_run import AutoOptions, find_or_train
 from isobatch.launch.local.run_setup import known_run
 from isobatch.launch.report import sweeps
-from isobatch.launch.report.sweeps import TEST, VALID
+from isobatch.launch.report.sweeps import TEST, VALID, means
 from isobatch.models.capabilities import monitor_of
 
 SEED = "seed"
@@ -204,13 +204,7 @@ def _row(group: Sequence[Trained]) -> dict[str, Any]:
 
 def _figures(group: Sequence[Trained], split: str) -> dict[str, dict[str, float]]:
     """Means and standard deviations of the runs' numbers on a split."""
-    rows = [one.metrics.get(split, {}) for one in group]
-    names = dict.fromkeys(name for row in rows for name in row if isinstance(row[name], float | int))
-    columns = {name: [row[name] for row in rows if name in row] for name in names}
-    return {
-        "metrics": {name: statistics.fmean(found) for name, found in columns.items()},
-        "deviations": {name: statistics.stdev(found) for name, found in columns.items() if len(found) > 1},
-    }
+    return means([one.metrics.get(split, {}) for one in group])
 
 
 def edges(found: Mapping[str, Any], flags: Mapping[str, Flag]) -> Iterator[str]:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import json
+import shutil
+from pathlib import Path
+from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
@@ -13,10 +19,13 @@ from isobatch.engine.runs.run_folder import FolderTakenError, RunFolder
 from isobatch.launch.cli import guarded
 from isobatch.launch.commands.evaluate import evaluate
 from isobatch.launch.local.arguments import parse_request
-from isobatch.launch.local.run_setup import create_run, locate_data, plan_for_training, prepare_facts
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from isobatch.launch.local.run_setup import (
+    compare_source,
+    create_run,
+    locate_data,
+    plan_for_training,
+    prepare_facts,
+)
 
 OWN = """
 import numpy as np
@@ -145,3 +154,33 @@ def test_names_that_no_file_system_takes_are_one_line(
     assert ask(tmp_path, "--name", "ä" * 100).run.name
     assert guarded(lambda: evaluate([str(tmp_path / ("x" * 300))])) == 2
     assert "is too long for a file's name: take a shorter one" in capsys.readouterr().err
+
+
+def test_a_tokenizer_whose_folder_is_gone_is_that_of_final_if_it_is_the_same(tmp_path: Path) -> None:
+    rows = "".join(json.dumps({"text": f"line {number} of a text"}) + "\n" for number in range(40))
+    (tmp_path / "rows.jsonl").write_text(rows)
+    for name, words in (("first", ["a", "line", "of"]), ("other", ["text", "line", "of"])):
+        vocabulary = {"[UNK]": 0} | {word: number for number, word in enumerate(words, 1)}
+        made = Tokenizer(WordLevel(vocabulary, unk_token="[UNK]"))
+        made.pre_tokenizer = Whitespace()
+        (tmp_path / name).mkdir()
+        made.save(str(tmp_path / name / "tokenizer.json"))
+    words = ["--task", "causal-lm", "--data", str(tmp_path / "rows.jsonl"), "--max-length", "8"]
+    words += ["--tokenizer", str(tmp_path / "first"), "--out", str(tmp_path / "runs")]
+    asked = parse_request(words, "auto")
+    run = create_run(asked, prepare_facts(asked))
+    digests, folder = run.facts.fingerprint, Path(run.facts.folder)
+    shutil.rmtree(folder)
+    (tmp_path / "first").rename(run.final)
+    run.final.rename(tmp_path / "first.away")
+    (tmp_path / "other").rename(run.final)
+    with pytest.raises(UserError, match="the data is not what"):
+        locate_data(RunFolder(run.folder), run.recipe, None)
+    run.final.rename(tmp_path / "other")
+    with pytest.raises(UserError, match="no such folder or file; put it back there, or have"):
+        locate_data(RunFolder(run.folder), run.recipe, None)
+    (tmp_path / "first.away").rename(run.final)
+    found = RunFolder(run.folder)
+    locate_data(found, run.recipe, None)
+    assert found.facts.fingerprint == digests
+    assert compare_source(found, None) == ([], [])

@@ -128,6 +128,20 @@ def test_gpus_that_are_worth_little_are_said_and_a_card_may_be_named_as_in_a_pla
     assert "--hardware h100 names them" in unknown.stderr
 
 
+@pytest.mark.parametrize("more", [(), ("--make",), ("--json",)])
+@pytest.mark.parametrize(
+    "words", [("--hardware", "h1000"), ("--hardware", "h100", "--memory-limit", "1MB")], ids=["card", "plan"]
+)
+def test_a_plan_that_is_refused_makes_no_script(
+    words: tuple[str, ...], more: tuple[str, ...], tmp_path: Path, slurm: Slurm, say: Say
+) -> None:
+    slurm(sinfo=NODES)
+    asked = ("--gpus-per-node", "1", "--time", "5", "--name", "r", "--out", str(tmp_path))
+    with pytest.raises(UserError, match=words[-2]):
+        say(command.slurm, "--task", LINE, *asked, *words, *more)
+    assert not (tmp_path / "r").exists()
+
+
 def test_one_submission_of_a_run_at_a_time(tmp_path: Path) -> None:
     words = ["slurm", "--task", LINE, "--cpu", "--time", "00:03:00", "--name", "r"]
     words += ["--submit"]

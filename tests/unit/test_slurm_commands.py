@@ -288,3 +288,13 @@ def test_a_run_that_trains_here_is_interrupted(
         trainer.wait(5)
     assert code == 0
     assert "stopped; nothing was saved" in out
+
+
+def test_what_a_finished_run_would_not_follow_is_refused_or_said(tmp_path: Path, say: Say) -> None:
+    run = make_run(tmp_path / "r", job="", status="done")
+    with pytest.raises(UserError, match=f"`auto --from {run.folder} --data more.csv` trains on"):
+        say(resume, str(run.folder), "--data", "more.csv")
+    for words in (["--processes", "1"], ["--save-every", "5"], ["--workers", "2"]):
+        code, _, said = say(resume, str(run.folder), *words)
+        assert (code, f"is done: {words[0]} had no effect" in said) == (0, True), said
+    assert "no effect" not in say(resume, str(run.folder), "--debug")[2]

@@ -171,6 +171,28 @@ def test_a_sweep_is_shown_by_another_metric_than_chose_the_best(tmp_path: Path) 
         read(tmp_path, "f1")
 
 
+def test_the_test_split_compares_all_settings_where_it_is_asked_for_and_chooses_none(tmp_path: Path) -> None:
+    losses = {1: (0.5, 0.25), 2: (0.25, 0.25)}
+    runs = [trained(loss=v, lr=lr, seed=seed) for lr, seeds in losses.items() for seed, v in enumerate(seeds)]
+    found = summary(runs, "loss", "min")
+    (tmp_path / "sweep-s").mkdir()
+    (tmp_path / "sweep-s" / "sweep.json").write_text(json.dumps(found))
+    for run in runs:
+        place = RunFolder(tmp_path / str(run.run and run.run.folder))
+        place.folder.mkdir()
+        place.write_summary({"status": "done", "metrics": {}, "metrics_by_split": run.metrics})
+    shown = read(tmp_path / "sweep-s", "test_loss")
+    assert cells_of(shown) == [
+        ["best", "lr", "test loss", "deviation", "n", "run"],
+        ["", "1", "0.62", "0.18", "2", "1-0"],
+        ["*", "2", "0.75", "0.00", "2", "2-0"],
+    ]
+    assert legend(shown)[0] == "best: by valid loss (lower is better)"
+    assert not any("of the best alone" in line for line in legend(shown))
+    with pytest.raises(UserError, match=r"--metric test_f1: .* has loss$"):
+        read(tmp_path / "sweep-s", "test_f1")
+
+
 @pytest.mark.parametrize(
     ("place", "said"),
     [
@@ -203,17 +225,18 @@ def test_the_tables_are_the_printed_one_for_a_program_and_for_a_text(tmp_path: P
     assert [list(row.values()) for row in rows] == [
         ["*", "1", "0.40", "0.14", "2", "", "1-0"],
         ["", "2", "", "", "2", "", "2-0"],
-        ["", "3", "2", "", "1", "4", "3"],
+        ["", "3", "2.00", "", "1", "4", "3"],
     ]
     marked = (tmp_path / "sweep.md").read_text().splitlines()
     assert marked[0] == "| best | lr | valid a_b% | deviation | n | stopped at step |"
     assert marked[1] == "|---|---|---|---|---|---|"
     assert marked[2] == r"| \* | 1 | 0.40 | 0.14 | 2 |  |"
     tex = (tmp_path / "sweep.tex").read_text().splitlines()
-    begin = tex.index(r"\begin{tabular}{llllll}")
+    begin = tex.index(r"\begin{tabular}{lrrrr}")
     assert tex[begin + 1] == r"\toprule"
-    assert tex[begin + 2] == r"best & lr & valid a\_b\% & deviation & n & stopped at step \\"
-    assert tex[-4:-2] == [r" & 2 &  &  & 2 &  \\", r" & 3 & 2 &  & 1 & 4 \\"]
+    assert tex[begin + 2] == r"best & lr & valid a\_b\% & n & stopped at step \\"
+    assert tex[begin + 4] == r"* & 1 & 0.40 $\pm$ 0.14 & 2 &  \\"
+    assert tex[-4:-2] == [r" & 2 &  & 2 &  \\", r" & 3 & 2.00 & 1 & 4 \\"]
     assert all(line.startswith("%") for line in tex[:begin])
 
 
