@@ -12,6 +12,10 @@ if TYPE_CHECKING:
 
 DIGITS = 6
 """Decimal places that metrics are rounded to."""
+SIGN = {"min": -1, "max": 1}
+"""Direction of a metric -> the sign of a difference that is a gain."""
+CLEARLY = 0.1
+"""Share of the best value by which the last one is worse where a run is told so."""
 
 
 @dataclass(slots=True)
@@ -36,14 +40,16 @@ class EarlyStopping:
     def update(self, value: float, step: int) -> bool:
         """Take in an evaluation after optimizer step `step`; returns whether it is the best so far."""
         value = round(value, DIGITS)
-        gain = math.inf
-        if self.best is not None:
-            gain = self.best - value if self.direction == "min" else value - self.best
+        gain = math.inf if self.best is None else (value - self.best) * SIGN[self.direction]
         if not math.isfinite(value) or gain <= self.min_delta:
             self.waited += 1
             return False
         self.best, self.best_step, self.waited = value, step, 0
         return True
+
+    def was_better(self, kept: float) -> bool:
+        """Whether an evaluation was clearly better than the value of the weights that are kept."""
+        return self.best is not None and (self.best - kept) * SIGN[self.direction] > CLEARLY * abs(self.best)
 
     @property
     def should_stop(self) -> bool:

@@ -68,6 +68,11 @@ def finish(run: RunOnRank, builder: Builder, evaluation: Evaluate, guard: DataGu
         held_out[split] = evaluation.measure(split, 1.0, exported, beside)
         refuse_nonfinite_metrics(held_out[split], split)
     _stop_if_asked(run, state)
+    monitor = capabilities.monitor_of(state.task, state.facts)[0]
+    kept = held_out.get("valid", {}).get(monitor, math.nan)
+    if state.schedule.early_stopping and state.recipe.eval_fraction == 1 and judge.was_better(kept):
+        best = f"validation was best at step {judge.best_step} of {step} ({monitor} {judge.best:.4f}, at the"
+        run.say(f"{best} end {kept:.4f}): --patience 3 keeps the best, and stops soon after it")
     if not held_out:
         run.say("no split is held out: nothing was measured")
     guard.check(state)
@@ -83,7 +88,7 @@ def finish(run: RunOnRank, builder: Builder, evaluation: Evaluate, guard: DataGu
             summary |= _sample(run, state, model)
             remark = _measure_export(run, state, model, exported, held_out)
             summary |= {"remark": remark} if remark else {}
-            chosen_by = capabilities.monitor_of(state.task, state.facts)[0] if judge.patience else ""
+            chosen_by = monitor if judge.patience else ""
             steps = state.progress.steps_before + exported
             measured = model_card.HeldOutFigures(held_out, steps, chosen_by, remark)
             described = capabilities.description_of(state.task, run.folder.unfinished, state.facts)
