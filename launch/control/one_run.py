@@ -24,9 +24,10 @@ from isobatch.engine.runs.summary import changed_fields
 from isobatch.engine.task_files import is_task_file, task_file
 from isobatch.launch.clusters.cluster import cluster
 from isobatch.launch.commands.describe import ListingOptions
-from isobatch.launch.control.runs import RunView, look, metrics_of
+from isobatch.launch.control.runs import RunView, look
 from isobatch.launch.local.arguments import read_command
 from isobatch.launch.local.run_setup import open_single_run
+from isobatch.launch.report.tables import metrics_of
 
 WAIT_SECONDS, LOOK_SECONDS = 600.0, 1.0
 """How long a run may take to save and end, and how often to look whether it has."""

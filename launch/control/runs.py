@@ -25,6 +25,7 @@ from isobatch.engine.runs.run_folder import SWEEP, RunFolder, list_runs
 from isobatch.launch.clusters.cluster import JobState, job_states
 from isobatch.launch.commands.describe import ListingOptions
 from isobatch.launch.local.arguments import read_command
+from isobatch.launch.report.tables import metrics_of
 
 NO_JOB = JobState(stage="over", cluster="local")
 
@@ -208,12 +209,6 @@ def compared(runs: Sequence[RunFolder]) -> dict[str, Any]:
         ),
         "figures": side_by_side([{name: s.get(name) for name in FIGURES} for s in summaries]),
     }
-
-
-def metrics_of(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a summary; none where a received run has something else there."""
-    found = summary.get("metrics")
-    return found if isinstance(found, dict) else {}
 
 
 def differing_plans(runs: Sequence[RunFolder]) -> dict[str, list[Any]]:

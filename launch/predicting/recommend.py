@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 LISTS_AT_A_TIME = 1000
 ROWS_AT_A_TIME = 1 << 20
 MOST_NAMED = 5
-GUEST_COLUMNS = "a user and an item are needed: name them user_id and item_id, or as the run's data does"
+GUEST_COLUMNS = "a user and an item are needed: --user-column and --item-column name other columns"
 NOTHING_LEFT = "what users had is left out unless --with-seen, and --only and --without restrict the rest"
 NOTHING_KNOWN = "no item that training knows: the list is what most users took"
 EMPTY_LIST = f"recommend: nothing is left to offer: {NOTHING_LEFT}"
@@ -88,28 +88,32 @@ def answer_users(
     lists: Recommendations, top: int, asked: Sequence[str | list[str] | tables.ListRequest]
 ) -> list[dict[str, Any]]:
     """`items`, `titles` and `scores` for each, computed together for users by id. Raises UserError; a client
-    gets the popular list in its place, and the answer has `unknown` items, or why it is a `fallback`.
+    gets the popular list in its place, and the answer has `unknown` items, or why it is a `fallback`, without
+    the ids of others.
     """
     requests = [one if isinstance(one, tables.ListRequest) else tables.ListRequest(one) for one in asked]
-    most = max((one.top or top) + len(one.without) for one in requests)
+    ids_of = {name: lists.ids_of(name) for without in {one.without for one in requests} for name in without}
+    most = max((one.top or top) + sum(len(ids_of[name]) for name in one.without) for one in requests)
     ids = [user for user, *_ in requests if isinstance(user, str) and lists.knows_user(user)]
     known, answers = dict(zip(ids, lists.recommend_each(ids, most), strict=True)), []
     for request, (user, length, without) in zip(asked, requests, strict=True):
-        marks: dict[str, Any] = {}
+        silent = [] if isinstance(user, str) else [item for item in user if not lists.knows_item(item)]
+        unknown = [*silent, *(name for name in without if not ids_of[name])]
+        meant = {name: close for name in unknown if (close := lists.with_zeros(name))}
+        marks: dict[str, Any] = {k: v for k, v in (("unknown", unknown), ("did_you_mean", meant)) if v}
         try:
             if isinstance(user, str):
                 found = known[user] if user in known else lists.recommend(user, most)
             else:
                 if not user:
                     raise UserError(f"{tables.ITEMS_COLUMN}: is empty")
-                if unknown := [item for item in user if not lists.knows_item(item)]:
-                    marks["unknown"] = unknown
-                found = lists.for_items([item for item in user if item not in unknown] or user, most)
+                found = lists.for_items([item for item in user if item not in silent] or user, most)
         except UserError as error:
             if request is user:
                 raise
-            found, marks["fallback"] = lists.popular(most), str(error)
-        found = [entry for entry in found if entry["item"] not in without][: length or top]
+            found, marks["fallback"] = lists.popular(most), str(error).partition(" (ids such as")[0]
+        out = {item for name in without for item in ids_of[name]}
+        found = [entry for entry in found if entry["item"] not in out][: length or top]
         columns = {f"{name}s": [entry[name] for entry in found] for name in ("item", "title", "score")}
         answers.append(columns | marks)
     return answers
@@ -188,7 +192,7 @@ def _lists(
     if options.items is not None:
         taken = _named_items(lists, "--items", options.items, columns[1])
         if tables.is_table(options.items):
-            remarks += _unknown("--items", [n for n in taken if not lists.ids_of(n)])
+            remarks += _unknown(lists, "--items", [n for n in taken if not lists.ids_of(n)])
             taken = [n for n in taken if lists.ids_of(n)]
         remarks += lists.remarks(taken)
         remarks += [] if any(map(lists.knows_item, taken)) else [f"--items: {NOTHING_KNOWN}"]
@@ -238,7 +242,7 @@ def _read_guests(
                 taken[name] = taken.pop(name, 0.0) * bool(quantity) + amount  # its last place counts
             else:
                 unknown.append(name)
-    remarks += _unknown("--guests", unknown)
+    remarks += _unknown(lists, "--guests", unknown)
     if empty := sum(not taken for taken in guests.values()):
         remarks.append(f"--guests: {empty:,} of {len(guests):,} users have {NOTHING_KNOWN}")
     return guests
@@ -309,11 +313,12 @@ def restrict(lists: Recommendations, options: ListOptions, column: str | None) -
         raise UserError("--where, --without-category: are about a table: name it, as in --only products.csv")
     only = None if options.only is None else _named_items(lists, "--only", options.only, column, where, out)
     without = _named_items(lists, "--without", options.without, column) if options.without is not None else ()
-    return _unknown("--only, --without", lists.restrict(only, without, options.with_seen))
+    return _unknown(lists, "--only, --without", lists.restrict(only, without, options.with_seen))
 
 
-def _unknown(flag: str, missing: Sequence[str]) -> list[str]:
-    few = ", ".join([*dict.fromkeys(missing)][:MOST_NAMED])
+def _unknown(lists: Recommendations, flag: str, missing: Sequence[str]) -> list[str]:
+    named = [*dict.fromkeys(missing)][:MOST_NAMED]
+    few = ", ".join(f"{n} (did you mean {close}?)" if (close := lists.with_zeros(n)) else n for n in named)
     return [f"{flag}: {len(missing)} items are not in the training data: {few}"] if missing else []
 
 
@@ -349,12 +354,16 @@ def _where_true(located: Sequence[tuple[str, Any]], where: str) -> list[tuple[st
     from jinja2 import StrictUndefined, TemplateError
     from jinja2.sandbox import SandboxedEnvironment
 
-    named = {n: delimited.numbers(row.get(n) for _, row in located) for n in located[0][1] if n in where}
+    columns = {delimited.simple_name(n): n for n in located[0][1]} | {n: n for n in located[0][1]}
+    found = {w: columns.get(w) or columns.get(delimited.simple_name(w)) for w in re.findall(r"\w+", where)}
+    named = {w: delimited.numbers(row.get(n) for _, row in located) for w, n in found.items() if n}
     rows = zip(located, *named.values(), strict=True)
     try:
         meets = SandboxedEnvironment(undefined=StrictUndefined).compile_expression(where, False)
         return [one for one, *cells in rows if meets(dict(zip(named, cells, strict=True)))]
     except (TemplateError, ArithmeticError, AttributeError, TypeError, ValueError) as error:
-        why = "a cell holds text where a number is asked for" if isinstance(error, TypeError) else error
+        missing = re.match(r"'(\w+)' is undefined", str(error))
+        why = f"{error}{nearest_hint(missing[1], columns)}" if missing else error
+        why = "a cell holds text where a number is asked for" if isinstance(error, TypeError) else why
         way = f"write columns ({', '.join(located[0][1])}), numbers and 'texts', with ==, and, or, not, in"
         raise UserError(f"--where {where}: {why}: {way}") from None

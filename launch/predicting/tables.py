@@ -175,8 +175,8 @@ class ListRequest(NamedTuple):
 
     user: str | list[str]
     top: int | None = None
-    without: frozenset[str] = frozenset()
-    """Ids of items that are not offered."""
+    without: tuple[str, ...] = ()
+    """Items that are not offered, by id or title."""
 
 
 class UnansweredRowError(UserError):

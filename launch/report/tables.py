@@ -55,11 +55,11 @@ def in_markdown(text: str) -> str:
     return re.sub(r"([\\|`<\[*])", r"\\\1", " ".join(text.split()))
 
 
-def metrics_of(run: dict[str, Any]) -> dict[str, Any]:
+def metrics_of(run: Mapping[str, Any]) -> dict[str, Any]:
     """The metrics of a run's summary without latencies, which earlier versions measured in the training
     process; none where a received run has something else there.
     """
-    found = run["metrics"] if isinstance(run["metrics"], dict) else {}
+    found = run["metrics"] if isinstance(run.get("metrics"), dict) else {}
     return {str(n): value for n, value in found.items() if not str(n).startswith("latency_")}
 
 

@@ -123,9 +123,9 @@ def prediction_app(name: str, answerer: Answerer) -> Starlette:
     """POST /predict with {"texts": [...]} or {"rows": [{...}]}: {"predictions": [...]}.
 
     A recommender also takes {"items": [...]}, what a user took who was not in training, `top` and `without`.
-    Of whom it knows nothing it gives the popular list, but to a request of which it knows nothing.
+    Of whom it knows nothing it gives the popular list.
     """
-    queue, has_lists = BatchingQueue(answerer.predict), isinstance(answerer.rows, UserReader)
+    queue = BatchingQueue(answerer.predict)
 
     async def predict(request: Request) -> Response:
         answers, samples = [], _samples(await read_body(request), answerer)
@@ -133,8 +133,6 @@ def prediction_app(name: str, answerer: Answerer) -> Starlette:
             if await request.is_disconnected():
                 raise ClientDisconnect
             answers += await queue.ask(samples[start : start + PART_SAMPLES])
-        if has_lists and all("fallback" in answer for answer in answers):
-            raise HTTPException(400, answers[0]["fallback"])
         return JSONResponse({"model": name, "predictions": answers})
 
     return application([Route("/predict", predict, methods=["POST"])], name)
@@ -163,8 +161,8 @@ def _samples(body: dict[str, Any], answerer: Answerer) -> list[Any]:
         raise HTTPException(400, f"{field}: each may have at most {MAX_CHARACTERS:,} characters")
     read = rows.from_text if field == "texts" else rows.from_row
     samples = [read(value, f"{field}[{n}]") for n, value in enumerate(values)]
-    out = frozenset(item for name in without for item in users.lists.ids_of(str(name))) if users else None
-    return samples if out is None else [ListRequest(getattr(one, "user", one), top, out) for one in samples]
+    out = tuple(dict.fromkeys(map(str, without)))
+    return [ListRequest(getattr(one, "user", one), top, out) for one in samples] if users else samples
 
 
 def application(routes: list[Route], name: str) -> Starlette:

@@ -36,6 +36,9 @@ BASELINES = {
 """Baselines of the same interactions -> their names in a sentence."""
 UNTRAINED = "nobody took it in training, and no text of it was read"
 WAY_OUT = "train again when it has interactions, or with texts of items"
+READ = "nobody took it in training, and of its text the model alone knows"
+BY_MODEL = "ask the model for it, --by model"
+LONGEST_NUMBER = 32
 NEWTON_STEPS = 30
 TOLERANCE = 1e-6
 """The largest step at which a new user's vector is found."""
@@ -133,7 +136,9 @@ class Recommendations:
         self.counts = np.array(names["counts"])
         """(items,) training interactions."""
         self.described = np.array(names["described"], bool)
-        """(items,) whether the model reads a text of the item."""
+        """(items,) whether what ranks the items reads a text of the item."""
+        self._read = self.described
+        """The same of the model, whatever ranks them."""
         self._offered = np.ones(len(self.items), bool)
         self._with_seen = self._repeats = bool(names.get("repeats"))
         """Whether lists hold what the user had, as where repeated interactions were trained on."""
@@ -306,9 +311,8 @@ class Recommendations:
         telling = taken[kept]
         if not len(telling) and self.by not in (POPULARITY, RECENT):
             names = f"item {items[0]}" if len(items) == 1 else f"items {', '.join(items[:3])}"
-            raise RecommendationError(
-                f"{names}: {UNTRAINED}, so that nothing is told of a user by it: {WAY_OUT}"
-            )
+            why = self._why_unknown(taken, "nothing is told of a user by it")
+            raise RecommendationError(f"{names}: {why}")
         scores = self.scores_for(telling, weights[kept])
         return self._entries(*self._top(scores[None], taken, top))[0]
 
@@ -324,8 +328,13 @@ class Recommendations:
 
     def remarks(self, items: Sequence[str]) -> list[str]:
         """Lines for a person on which of these items, given by id or title, tell nothing."""
-        silent = [item for item in items if not self._known[self._item_number(item)]]
-        return [f"item {item}: {UNTRAINED}: it tells nothing, and is left out" for item in silent]
+        silent = {item: n for item in items if not self._known[n := self._item_number(item)]}
+        return [f"item {item}: {self._why_unknown(n, 'it is left out')}" for item, n in silent.items()]
+
+    def _why_unknown(self, numbers: Any, so: str) -> str:
+        """Why items by number tell nothing here, what follows, and the way out."""
+        why, way_out = (READ, BY_MODEL) if self._read[numbers].any() else (UNTRAINED, WAY_OUT)
+        return f"{why}, so that {so}: {way_out}"
 
     def new_user(self, taken: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
         """(dim,) the likeliest vector of a user who took these items, by number; of sequences `_last_state`.
@@ -417,9 +426,14 @@ class Recommendations:
             )
         # An id that is much like another one is still another item: titles alone are guessed.
         titles = [] if self.titles == self.items else self.titles
-        close = difflib.get_close_matches(item, titles, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"ids such as {ids}"
+        close = self.with_zeros(item) or next(iter(difflib.get_close_matches(item, titles, n=1)), "")
+        hint = f"did you mean {close}?" if close else f"ids such as {ids}"
         raise RecommendationError(f"item {item}: is not in the training data ({hint})")
+
+    def with_zeros(self, item: str) -> str:
+        """The id that is this number with zeros before it, which tables and JSON lose; "" where none is."""
+        longer = map(item.zfill, range(len(item) + 1, LONGEST_NUMBER))
+        return next((found for found in longer if found in self._item_numbers), "")
 
     def _numbers_of(self, item: str) -> list[int]:
         return self._item_numbers.get(_as_known(item, self._item_numbers), [])
@@ -447,9 +461,8 @@ class Recommendations:
         """
         number = self._item_number(item)
         if not self._known[number]:
-            raise RecommendationError(
-                f"item {item}: {UNTRAINED}, so that nothing is known to be like it: {WAY_OUT}"
-            )
+            why = self._why_unknown(number, "nothing is known to be like it")
+            raise RecommendationError(f"item {item}: {why}")
         scores = np.where(self._known, self.similarities(number), -np.inf)
         scores[number] = -np.inf
         return self._entries(*self._top(scores[None], np.arange(0), top))[0]
@@ -617,9 +630,11 @@ class BaselineRecommendations(Recommendations):
         return self._kept["items"].T @ self._kept["items"]
 
     def similarities(self, number: int) -> Any:
-        """(items,) for which an item speaks most: its weights; of a blend those of its larger part."""
+        """(items,) for which an item speaks most: its weights; of a blend those of its larger part that knows
+        the item.
+        """
         if self._parts:
-            return self._parts[0][1].similarities(number)
+            return next(part for _, part in self._parts if part._known[number]).similarities(number)  # noqa: SLF001
         if self.by in (POPULARITY, RECENT):
             raise RecommendationError("popularity knows no items like another: ask by the model, knn or ease")
         if self.by == ALS:

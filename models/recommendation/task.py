@@ -114,7 +114,7 @@ class Recommender(Task):
     follow_ups: ClassVar = (
         "serve {run}",
         "recommend {run} --out lists.csv",
-        "auto --task recommender --from {run}",
+        "auto --task recommender --from {run} --split none",
     )
     set_beside: ClassVar = (*(f"full_{one}" for one in BASELINES), "full", *BASELINES)
     defaults, demo, fast, presets = (SITUATIONS[kind] for kind in ("defaults", "demo", "fast", "presets"))
@@ -124,8 +124,7 @@ class Recommender(Task):
         self.cohort = options.cohort or 1
         self.in_sequences = recipe.options.get("samples") == "sequences"
         # Among all items: the sampled one may order models otherwise (Krichene and Rendle 2020).
-        ranks = "" if self._has_network else f"{POPULARITY}_"  # the classics are fitted at the end
-        self.monitor = (f"full_{ranks}ndcg@{options.top_k}", "max")
+        self.monitor = (f"full_ndcg@{options.top_k}", "max")
 
     @property
     def exports(self) -> tuple[str, ...]:

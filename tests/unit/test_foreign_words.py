@@ -13,6 +13,7 @@ from isobatch.launch.clusters.ray.driver import RayOptions
 from isobatch.launch.clusters.slurm.options import SlurmOptions
 from isobatch.launch.local.arguments import Request, known_flags, parse_request
 from isobatch.launch.local.words import SYNONYMS, VALUES, WORDS, translate
+from isobatch.launch.predicting.recommend import RecommendOptions
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -234,6 +235,14 @@ def test_every_word_stands_for_flags_that_a_task_has() -> None:
     known = set().union(*map(known_flags, TASKS))
     assert {*SYNONYMS.values()} | VALUES.keys() <= known | {"mode"} | flags_of(SlurmOptions).keys()
     assert not known & {*SYNONYMS, *WORDS}, "a word that is a flag of ours"
+
+
+@pytest.mark.parametrize(
+    ("word", "ours"),
+    [("customer", "user"), ("basket", "items"), ("n", "top"), ("k", "top"), ("top_n", "top")],
+)
+def test_words_of_shops_ask_for_lists(word: str, ours: str) -> None:
+    assert translate({word: "7"}, flags_of(RecommendOptions)).flags == {ours: "7"}
 
 
 def test_fast_mode_names_no_batch_that_another_flag_decides() -> None:

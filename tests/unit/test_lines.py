@@ -9,9 +9,9 @@ import pytest
 
 from isobatch.core.flags import flags_of
 from isobatch.core.measures import aligned, wrapped
-from isobatch.core.recipe import Recipe
 from isobatch.engine.registry import TASKS, workload
 from isobatch.launch.cli import COMMANDS, find_command
+from isobatch.launch.local.arguments import known_flags
 from isobatch.launch.predicting import tables
 from isobatch.models.base import Task
 from isobatch.tests.paths import ROOT
@@ -50,7 +50,7 @@ def test_the_commands_after_a_run_have_names_and_flags_that_there_are(task: str)
         name, words = find_command(shlex.split(command.format(run="runs/a")))
         flags = {*flags_of(COMMANDS[name].options)} | ({"task", "from"} if name == "auto" else set())
         if name == "auto":
-            flags |= {*flags_of(Recipe), *flags_of(workload(words[1]).task.Options)}
+            flags |= known_flags(words[1])
         asked = {word[2:].replace("-", "_") for word in words if word.startswith("--")}
         assert asked <= flags, command
         assert "runs/a" in words
