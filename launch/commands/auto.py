@@ -70,7 +70,8 @@ def resume(words: Sequence[str]) -> int:
     """
     positional, flags = split_words(words)
     named = run_setup.one_run(positional, "resume")
-    learnt = {*flags_of(Recipe), *({} if "://" in named else RunFolder.open(named).recipe.options)} - {"data"}
+    learnt = {*flags_of(Recipe), *({} if "://" in named else RunFolder.open(named).recipe.options)}
+    learnt -= {"data", *flags_of(launch_run.ResumeOptions)}
     typed = flag_words.translate(flags, learnt).flags.items()
     if other := " ".join(f"{spelling(name)} {value}" for name, value in typed if name in learnt):
         anew = f"`auto --like {named} {other}` trains a new run, --from in place of --like with its weights"

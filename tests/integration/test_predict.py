@@ -242,9 +242,9 @@ def test_every_folder_in_a_run_is_taken_or_answered_with_its_run(
         assert sum(name.startswith("class ") for name in measured) == len(SOUNDS) + 1  # and their mean
         (kept,) = [json.loads(line) for line in (home / "runs" / "small" / "evaluations.jsonl").open()]
         assert kept["form"] == "chosen/model-int4.onnx"
-        shutil.copytree(chosen, home / "shipped")
+        shutil.copytree(chosen, home / "alone")
         with pytest.raises(UserError, match="is in no run, by which rows are read"):
-            evaluate(["shipped", "--test", "texts.jsonl"])
+            evaluate(["alone", "--test", "texts.jsonl"])
 
 
 def test_an_answer_that_is_not_sure_enough_is_withheld(

@@ -252,8 +252,8 @@ def test_a_copy_of_it_is_asked_for_by_somebody_else_only(
 TEXTS = {
     *("task", "preset", "format", "revision", "phase", "lora_targets", "clean"),
     *("text_column", "pair_column", "label_column", "sequence_column"),
-    *("user_column", "item_column", "rating_column", "time_column", "quantity_column", "data_config"),
-    *("trainable", "layers", "template", "template_kwargs", "lora_layers"),
+    *("user_column", "item_column", "rating_column", "time_column", "quantity_column", "order_column"),
+    *("data_config", "trainable", "layers", "template", "template_kwargs", "lora_layers"),
 }
 """Fields of recipes that take any text and name no place; but `template` does where it ends in .jinja."""
 
