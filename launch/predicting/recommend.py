@@ -351,7 +351,7 @@ def _named_items(
 
 def _where_true(located: Sequence[tuple[str, Any]], where: str) -> list[tuple[str, Any]]:
     """The rows of which the expression is true. Raises UserError."""
-    from jinja2 import StrictUndefined, TemplateError
+    from jinja2 import StrictUndefined, TemplateError, UndefinedError
     from jinja2.sandbox import SandboxedEnvironment
 
     columns = {delimited.simple_name(n): n for n in located[0][1]} | {n: n for n in located[0][1]}
@@ -362,8 +362,7 @@ def _where_true(located: Sequence[tuple[str, Any]], where: str) -> list[tuple[st
         meets = SandboxedEnvironment(undefined=StrictUndefined).compile_expression(where, False)
         return [one for one, *cells in rows if meets(dict(zip(named, cells, strict=True)))]
     except (TemplateError, ArithmeticError, AttributeError, TypeError, ValueError) as error:
-        missing = re.match(r"'(\w+)' is undefined", str(error))
-        why = f"{error}{nearest_hint(missing[1], columns)}" if missing else error
-        why = "a cell holds text where a number is asked for" if isinstance(error, TypeError) else why
+        hint = nearest_hint(str(error).split("'")[1], columns) if isinstance(error, UndefinedError) else ""
+        why = "a cell holds text where a number is asked for" if isinstance(error, TypeError) else error
         way = f"write columns ({', '.join(located[0][1])}), numbers and 'texts', with ==, and, or, not, in"
-        raise UserError(f"--where {where}: {why}: {way}") from None
+        raise UserError(f"--where {where}: {why}{hint}: {way}") from None

@@ -38,7 +38,6 @@ UNTRAINED = "nobody took it in training, and no text of it was read"
 WAY_OUT = "train again when it has interactions, or with texts of items"
 READ = "nobody took it in training, and of its text the model alone knows"
 BY_MODEL = "ask the model for it, --by model"
-LONGEST_NUMBER = 32
 NEWTON_STEPS = 30
 TOLERANCE = 1e-6
 """The largest step at which a new user's vector is found."""
@@ -311,8 +310,7 @@ class Recommendations:
         telling = taken[kept]
         if not len(telling) and self.by not in (POPULARITY, RECENT):
             names = f"item {items[0]}" if len(items) == 1 else f"items {', '.join(items[:3])}"
-            why = self._why_unknown(taken, "nothing is told of a user by it")
-            raise RecommendationError(f"{names}: {why}")
+            raise RecommendationError(f"{names}: {self._why_unknown(taken, 'nothing is told of a user')}")
         scores = self.scores_for(telling, weights[kept])
         return self._entries(*self._top(scores[None], taken, top))[0]
 
@@ -431,8 +429,10 @@ class Recommendations:
         raise RecommendationError(f"item {item}: is not in the training data ({hint})")
 
     def with_zeros(self, item: str) -> str:
-        """The id that is this number with zeros before it, which tables and JSON lose; "" where none is."""
-        longer = map(item.zfill, range(len(item) + 1, LONGEST_NUMBER))
+        """The id that is this number with zeros before it, which tables and JSON lose, of at most 32 digits;
+        "" where none is.
+        """
+        longer = map(item.zfill, range(len(item) + 1, 33))
         return next((found for found in longer if found in self._item_numbers), "")
 
     def _numbers_of(self, item: str) -> list[int]:
@@ -461,8 +461,7 @@ class Recommendations:
         """
         number = self._item_number(item)
         if not self._known[number]:
-            why = self._why_unknown(number, "nothing is known to be like it")
-            raise RecommendationError(f"item {item}: {why}")
+            raise RecommendationError(f"item {item}: {self._why_unknown(number, 'nothing known is like it')}")
         scores = np.where(self._known, self.similarities(number), -np.inf)
         scores[number] = -np.inf
         return self._entries(*self._top(scores[None], np.arange(0), top))[0]

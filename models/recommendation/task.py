@@ -366,8 +366,7 @@ class Recommender(Task):
         said = _verdict(metrics, self.options.top_k, "this model" if self._has_network else "", other)
         k, what = self.options.top_k, "this model" if self._has_network else BASELINES.get(str(best), "")
         beside = _beside_popularity(metrics, k, what) if said and BASELINES[POPULARITY] not in said else ""
-        named = best != MODEL and best in BASELINES
-        lists = f"lists are by {BASELINES[best]} unless --by names another" if named else ""
+        lists = f"lists are by {BASELINES[best]} unless --by names another" if best in BASELINES else ""
         return "; ".join(filter(None, (said, beside, lists)))
 
     def kept_rows(self, run: Path, facts: Facts) -> tuple[Mapping[str, Any], str]:

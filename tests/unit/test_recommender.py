@@ -315,3 +315,8 @@ def test_fits_of_the_classics_are_planned_as_they_were_measured(
     assert peak / 1e6 == pytest.approx(megabytes, rel=0.1)
     assert planned == pytest.approx(seconds, rel=0.15)
     assert fit_costs(*counts, tuned=False)[1] < planned / 3
+
+
+@pytest.mark.parametrize("options", [{"head": "none", "text": "off"}, {"text": "off"}])
+def test_the_figure_of_a_run_is_its_own_whether_a_network_or_the_classics_rank(options: Any) -> None:
+    assert recommender(data="shop", **options).monitor == ("full_ndcg@10", "max")
