@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from isobatch.core.errors import UserError
+from isobatch.core.plan import size_of
 from isobatch.core.terminal import print_lines
 from isobatch.engine.runs.run_folder import RunFolder, free_folder, run_name
 from isobatch.launch.local.arguments import Request, parse_request
@@ -32,6 +33,15 @@ def on_device(request: Request, command: str, flag: str, gpus: int, cpu: bool) -
         raise UserError(f"{command}: needs {flag}, or --cpu for nodes without GPUs")
     plan = dataclasses.replace(request.plan, device="cpu") if cpu else request.plan
     return dataclasses.replace(request, plan=plan)
+
+
+def memory_bytes(typed: str, size: str, example: str) -> float:
+    """Bytes of --mem. `size`: what its cluster reads, as `size_of` takes it. Raises UserError for none, and
+    for less than 1 GB: its unit was forgotten.
+    """
+    if (found := size_of(size)) < 1e9:
+        raise UserError(f"--mem {typed}: is no memory to train in: give its unit, as in --mem {example}")
+    return found
 
 
 def processes_each(request: Request, flag: str, count: int, gpus: int) -> int:

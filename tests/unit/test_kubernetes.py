@@ -78,6 +78,11 @@ def test_pods_find_each_other_and_the_recipe(capsys: pytest.CaptureFixture[str])
     assert (recipe["task"], recipe["data"], float(recipe["lr"])) == ("causal-lm", "/isobatch/texts", 3e-4)
 
 
+def test_the_plan_that_a_manifest_names_is_of_its_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    assert submit(["--task", "causal-lm", *LEAST, "--cpu", "--mem", "8Gi"]) == 0
+    assert "--hardware cpu:4x8gb" in capsys.readouterr().out
+
+
 def test_an_own_tasks_files_go_along(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = shutil.copytree(ROOT / "examples" / "own_task", tmp_path / "own")
     (own / "parts").mkdir()
@@ -149,6 +154,9 @@ def test_a_pod_is_what_restricted_namespaces_admit(
     assert {"HOME", "USER"} <= {one["name"] for one in container["env"]}, "a number without a passwd entry"
     allowed = {"configMap", "emptyDir", "persistentVolumeClaim"}
     assert all(volume.keys() - {"name"} <= allowed for volume in pod["volumes"])
+    assert pod["automountServiceAccountToken"] is False
+    shared = [volume["emptyDir"]["sizeLimit"] for volume in pod["volumes"] if "emptyDir" in volume]
+    assert shared == [f"{256 * 512}Mi"], "half of the pod's memory"
 
 
 def test_secrets_stay_in_the_cluster(
@@ -202,6 +210,13 @@ def test_outside_of_a_pod_it_is_said(words: list[str], monkeypatch: pytest.Monke
         ([*GPUS, "--name", "My_Run"], "--name My_Run"),
         ([*GPUS, "--node-selector", "gpu"], "--node-selector gpu"),
         ([*GPUS, "--processes", "6"], "--processes 6: must be a multiple of --nodes 4"),
+        *(
+            ([*GPUS, "--mem", text], f"--mem {text}: .* as in --mem 64Gi")
+            for text in ("64", "64m", "lots", "64GB")
+        ),
+        (["--task", "causal-lm", "--image", "a", "--claim", "a b", "--cpu"], "--claim a b"),
+        (["--task", "causal-lm", "--image", "a b", "--claim", "a", "--cpu"], "--image a b"),
+        ([*GPUS, "--node-selector", "gpu=h 100"], "--node-selector gpu=h 100"),
         ([*GPUS, "--secret", "HF_TOKEN=x"], "--secret: give a Secret's name"),
     ],
 )

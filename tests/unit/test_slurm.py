@@ -48,6 +48,10 @@ def test_nodes_that_can_be_used() -> None:
         "--cpu --time 5 --container ./no.sif",
         "--cpu --time 5 --parallel 2",
         "--cpu --time 5 --lr 1e-3,x",
+        "--cpu --time 5 --mem 64",
+        "--cpu --time 5 --mem lots",
+        "--cpu --time 5 --mem 64m",
+        "--cpu --time 5 --requeue",
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_made(
@@ -116,6 +120,30 @@ def test_a_job_asks_for_its_share_of_a_node(
     more = ("--time", "5", "--name", "r", "--quiet", "--out", str(tmp_path))
     _, script, _ = say(command.slurm, "--task", LINE, *more, *words.split())
     assert re.findall("^#SBATCH (--(?:cpus|mem=).*)", script, re.MULTILINE) == asked
+
+
+@pytest.mark.parametrize(
+    ("memory", "said"), [("2000", "of 2.10 GB"), ("64G", "of 68.72 GB"), ("8gb", "of 8.59 GB")]
+)
+def test_the_plan_is_of_the_memory_that_is_asked(
+    memory: str, said: str, tmp_path: Path, slurm: Slurm, say: Say
+) -> None:
+    slurm(sinfo=NODES)
+    _, _, told = say(
+        command.slurm, "--task", LINE, "--time", "5", "--cpu", "--out", str(tmp_path), "--mem", memory
+    )
+    assert said in told
+
+
+def test_what_slurm_refuses_leaves_no_run_that_is_new(tmp_path: Path, slurm: Slurm, say: Say) -> None:
+    slurm(sinfo=NODES, sbatch='echo "sbatch: error: invalid partition specified: gpuu" >&2; exit 1')
+    words = ("--task", LINE, "--time", "5", "--cpu", "--out", str(tmp_path), "--name", "r")
+    for made in (False, True):
+        if made:
+            say(command.slurm, *words, "--make")
+        with pytest.raises(UserError, match="invalid partition specified: gpuu"):
+            command.slurm([*words, "--submit"])
+        assert (tmp_path / "r").is_dir() == made
 
 
 def test_gpus_that_are_worth_little_are_said_and_a_card_may_be_named_as_in_a_plan(tmp_path: Path) -> None:

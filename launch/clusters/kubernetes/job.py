@@ -35,7 +35,7 @@ from isobatch.engine.runs.run_folder import RunFolder, Verdict, run_name
 from isobatch.engine.task_files import imported_files, is_task_file, task_file
 from isobatch.launch.clusters.local.here import Local
 from isobatch.launch.local.arguments import Request, parse_request, request_text
-from isobatch.launch.local.placement import on_device, parse, processes_each
+from isobatch.launch.local.placement import memory_bytes, on_device, parse, processes_each
 
 TEMPLATE = Path(__file__).with_name("manifest.yaml.jinja")
 VOLUME = "/isobatch"
@@ -46,6 +46,7 @@ RECIPE = "recipe.yaml"
 PORT = 29500
 STOP_SECONDS = 120
 """That a pod has, from its eviction on, to save."""
+NAME = r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?"
 MOST_NAME = 52
 """Characters of a name, so that those of its pods are names of hosts, too (63)."""
 
@@ -83,9 +84,11 @@ class KubernetesOptions:
     def __post_init__(self) -> None:
         if not (self.image and self.claim):
             raise UserError("k8s: needs --image, with isobatch in it, and --claim, the volume of all pods")
-        if self.node_selector and "=" not in self.node_selector:
-            raise UserError(f"--node-selector {self.node_selector}: is not a label such as gpu=h100")
-        if self.secret and not re.fullmatch(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?", self.secret):  # not repeated
+        word = r"\w[-\w./:@]*"
+        for flag, pattern in {"image": word, "claim": word, "node_selector": f"{word}=({word})?"}.items():
+            if (name := getattr(self, flag)) and not re.fullmatch(pattern, name, re.ASCII):
+                raise UserError(f"{spelling(flag)} {name}: give a name without spaces, a label as gpu=h100")
+        if self.secret and not re.fullmatch(NAME, self.secret):  # not repeated
             raise UserError("--secret: give a Secret's name, which alone belongs into a manifest")
 
 
@@ -108,6 +111,9 @@ def render(request: Request, options: KubernetesOptions) -> str:
     if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name) or len(name) > MOST_NAME:
         raise UserError(f"--name {name}: give {MOST_NAME} small letters, digits and dashes at most")
     processes = processes_each(request, "--nodes", options.nodes, options.gpus_per_node)
+    memory = options.mem or f"{32 * options.gpus_per_node or 16}Gi"
+    # Kubernetes reads 64m as a thousandth of 64 bytes.
+    gib = memory_bytes(memory, "" if memory.endswith("m") else f"{memory}B", "64Gi") / 2**30
     world = [f"--nnodes={options.nodes}", f"--nproc-per-node={processes}"]
     world += [f"--master-addr={name}-0.{name}", f"--master-port={PORT}"]
     environment = Environment(finalize=_yaml, undefined=StrictUndefined, keep_trailing_newline=True)
@@ -116,6 +122,7 @@ def render(request: Request, options: KubernetesOptions) -> str:
         options=options,
         command=["python3", "-m", "isobatch", "pod", f"{VOLUME}/runs/{name}", f"{FILES}/{RECIPE}", *world],
         contents=_files(request),
+        **{"memory": memory, "gib": round(gib), "shm": f"{int(gib * 512)}Mi"},
         restarts=request.run.max_restarts,
         for_good=[WRONG_INPUT, FAILED],
         stopped=[STOPPED],
@@ -153,8 +160,6 @@ wait for five minutes where another pod is evicted."""
 INDEX = "JOB_COMPLETION_INDEX"
 """Environment variable with a pod's number, from 0; Kubernetes sets it."""
 POLL_SECONDS = 0.5
-FOR_GOOD = ("", OutOfMemoryError.cause)
-"""Causes of a failure that another start would not mend."""
 
 
 class Kubernetes(Local):
@@ -232,7 +237,7 @@ def exit_code(run: RunFolder, verdict: Verdict | None) -> int:
         return DONE
     if verdict is None:
         return BUG
-    is_for_good = verdict.code in (WRONG_INPUT, FAILED) and verdict.cause in FOR_GOOD
+    is_for_good = verdict.code in (WRONG_INPUT, FAILED) and verdict.cause in ("", OutOfMemoryError.cause)
     return verdict.code if is_for_good or verdict.code == STOPPED else BUG
 
 

@@ -196,8 +196,10 @@ def node_shapes(partition: str | None) -> list[NodeShape]:
     return found
 
 
-def submit(script: Path) -> str:
-    """Submit a script; the number of the new job. Raises UserError with Slurm's reason where it refuses."""
+def submit(script: Path, new: Sequence[Path] = ()) -> str:
+    """Submit a script; the number of the new job. Raises UserError with Slurm's reason where it refuses, and
+    removes the runs that are `new`.
+    """
     if shutil.which("sbatch") is None:
         raise UserError(f"--submit: there is no sbatch here; on a machine that has one: sbatch {script}")
     done = run_slurm("sbatch", "--parsable", str(script.resolve()))
@@ -205,7 +207,9 @@ def submit(script: Path) -> str:
         said = f"Slurm does not answer ({error_of(done)}) and may have taken the job or not"
         raise UserError(f"{said}: where squeue does not list it, sbatch {script}")
     if done.returncode:
-        raise UserError(f"sbatch refuses the job: {error_of(done)}; the run is ready for another try")
+        for folder in new:
+            shutil.rmtree(folder)
+        raise UserError(f"sbatch refuses the job: {error_of(done)}; mend that, and submit again")
     return done.stdout.strip().partition(";")[0]
 
 

@@ -197,6 +197,8 @@ def _estimated(
         if not named:
             raise UserError("the nodes' GPUs are not known: --hardware h100 names them")
         machine = parse_hardware(f"{script.nodes}x{script.gpus}x{re.sub('^([0-9]+ ?x ?)+', '', named)}")
+    if memory := slurm_options.parse_memory(dict(script.extra_options).get("mem")):
+        machine = dataclasses.replace(machine, ram_bytes=round(memory))
     world = processes_each(request, "--nodes", script.nodes, script.gpus) * script.nodes
     asked = dataclasses.replace(request.plan, processes=None)
     target = Target("nodes", request.workload, request.recipe, facts, machine, asked, world)
@@ -212,6 +214,7 @@ def _hand_in(
     """Print the script of these runs; where that is asked for, write and submit it, and say so."""
     text, path, number = render(script), script.folder / "job.sh", None
     folders = [str(run.folder) for run in runs.values()]
+    new = [run.folder for run in runs.values() if not (run.has_plan or (run.folder / "slurm").exists())]
     if options.make or options.submit:
         for task, run in runs.items():
             JobRequest(
@@ -226,7 +229,7 @@ def _hand_in(
         script.folder.mkdir(exist_ok=True)
         atomic_files.write_text(path, text)
     if options.submit:
-        number = client.submit(path)
+        number = client.submit(path, new)
         for task, run in runs.items():
             client.update_job_record(run, job=f"{number}_{task}" if script.array else number)
     if options.json:

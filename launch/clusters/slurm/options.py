@@ -15,7 +15,7 @@ from isobatch.core.measures import parse_duration
 from isobatch.core.number_ranges import Count, Positive, Trials
 from isobatch.core.strategies import traits_of
 from isobatch.launch.local.arguments import Request
-from isobatch.launch.local.placement import on_device, processes_each
+from isobatch.launch.local.placement import memory_bytes, on_device, processes_each
 from isobatch.launch.local.run_setup import PlannedOptions
 
 SIZE = "nodes ntasks ntasks-per-node cpus-per-task gpus-per-node gpus-per-task output"
@@ -98,6 +98,7 @@ def validated(request: Request, options: SlurmOptions) -> Request:
     if options.time is None:
         raise UserError("slurm: needs --time, the limit of one leg, as in --time 12:00:00")
     parse_time_limit(options.time)
+    parse_memory(options.mem)
     if (options.make or options.submit) and options.assume_length:
         raise UserError("--assume-length: is for the plan that is shown: leave it out where a job trains")
     if (setup := options.setup) and not Path(setup).expanduser().is_file():
@@ -111,6 +112,15 @@ def validated(request: Request, options: SlurmOptions) -> Request:
         raise UserError(f"--strategy {strategy}: one process shares with nobody: add --nodes or --processes")
     step_words(options)
     return request
+
+
+def parse_memory(text: str | None) -> float | None:
+    """Bytes of --mem, megabytes without a unit; None without it, or where 0 asks for all of a node's.
+
+    Raises UserError.
+    """
+    size = f"{text}M" if text and text.isdigit() else f"{text}".upper().removesuffix("B")
+    return None if text in (None, "0") else memory_bytes(str(text), f"{size}iB", "64G")
 
 
 def step_words(options: SlurmOptions) -> tuple[str, ...]:
