@@ -15,6 +15,8 @@ _MEMORY = (
     *("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc", "alloc_failed"),
     "start new thread",
 )
+_WEIGHTS = ("Weights only load failed", "PytorchStreamReader", "Error while deserializing header")
+"""What torch and safetensors say of files that they do not read."""
 SHOWN_FRAMES = 2
 _CONNECTION = (
     *("gloo/transport", "connection reset by peer", "connection closed by peer", "nccl", "broken pipe"),
@@ -32,6 +34,11 @@ def classify(error: BaseException) -> errors.IsobatchError | None:
         return errors.UserError(
             f"{str(error.filename)[:80]}...: is too long for a file's name: take a shorter one"
         )
+    if any(words in str(error) for words in _WEIGHTS):
+        frames = (frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__))
+        model = next(filter(None, (f.get("pretrained_model_name_or_path") for f in frames)), "the model")
+        why = "damaged, or a pickle of more than tensors, which is never opened"
+        return errors.UserError(f"{model}: its weights are {why}: copy them anew, or as safetensors")
     text = str(error).lower() if isinstance(error, RuntimeError) else ""
     if isinstance(error, MemoryError) or any(phrase in text for phrase in _MEMORY):
         return errors.OutOfMemoryError(f"out of memory: {errors.first_line(error)[:200]}")
