@@ -21,6 +21,7 @@ from isobatch.core.facts import Facts
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import Recipe
 from isobatch.engine import consent
+from isobatch.engine.checkpointing.digests import folder_digests
 from isobatch.engine.registry import complete, workload
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
@@ -404,8 +405,9 @@ def test_inspect_says_what_a_run_is(home: Path, capfd: pytest.CaptureFixture[str
     assert said[0] == f"{run}: {home}/sent/mine.py:Mine, done, 2 steps"
     assert "metrics of valid, as its file says: loss 1" in said
     assert f"reads prepared data: {home}/nowhere" in said
-    assert said[-1].startswith(f"executes {home}/sent/mine.py (SHA-256 ")
-    assert said[-1].endswith("): only with --trust")
+    (line,) = (line for line in said if line.startswith(f"executes {home}/sent/mine.py (SHA-256 "))
+    assert line.endswith("): only with --trust")
+    assert said.index(line) < said.index("  seed: 0"), "what may harm is read first"
     found = describe_run(RunFolder(run))
     assert [c["agreed"] for c in found["code"]] == [False]
     assert found["hash"] == found["recorded_hash"]
@@ -422,14 +424,18 @@ def test_inspect_names_what_was_changed_and_added_since(
     run = of_task_file(home, home / "sent" / "mine.py")
     said = json.loads((run / "summary.json").read_text())
     logged = {**said, "metrics": {"loss": 3.0}}
-    atomic_files.append_row(run / "metrics.jsonl", {"final": {"model.bin": "0"}, "summary": logged})
     (run / "final").mkdir(exist_ok=True)
-    for name in ("model.bin", "evil.py"):
+    for name in ("model.bin", "chat_template.jinja"):
         (run / "final" / name).touch()
+    written = folder_digests(run / "final")
+    atomic_files.append_row(run / "metrics.jsonl", {"final": written, "summary": logged})
+    for name in ("evil.py", "chat_template.jinja"):
+        (run / "final" / name).write_text("{{ evil }}")
     assert in_place(["inspect", str(run)]) == 0
     lines = capfd.readouterr().out.splitlines()
     assert "summary.json is not what the log says: metrics.loss" in lines
-    assert "final/evil.py: the run did not write it" in lines
+    for name in ("evil.py", "chat_template.jinja"):
+        assert f"final/{name}: the run did not write it so" in lines
     assert not any("model.bin" in line or line.startswith("metrics of") for line in lines)
 
 
