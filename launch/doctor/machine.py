@@ -161,7 +161,10 @@ def check_folder(name: str, folder: Path, flag: str) -> list[Check]:
             free = shutil.disk_usage(place).free
             return [check_space(name, place, free, elsewhere), check_locks(name, made, elsewhere)]
     except OSError as error:
-        return [broken(name, f"{place}: {error.strerror}", f"df -h {place}; chmod u+w {place}; {elsewhere}")]
+        mend = f"df -h {place}; chmod u+w {place}; {elsewhere}"
+        if path.is_relative_to(home := Path.home()) and not home.is_dir():
+            mend = f"the home {home} is not there: set {flag} and HF_HOME to folders that are"
+        return [broken(name, f"{place}: {error.strerror}", mend)]
 
 
 def check_space(name: str, folder: Path, free: int, elsewhere: str) -> Check:

@@ -124,6 +124,17 @@ def test_a_file_system_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert ("Read-only" in check.text, check.state) == (True, "broken")
 
 
+def test_a_home_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "away"))
+    monkeypatch.setattr(machine.tempfile, "mkdtemp", refuse(errno.EACCES))
+    for place, is_in_home in ((tmp_path / "away" / "cache", True), (tmp_path / "runs", False)):
+        (check,) = machine.check_folder("prepared data", place, "ISOBATCH_CACHE")
+        assert ("set ISOBATCH_CACHE and HF_HOME" in check.remedy, "chmod" in check.remedy) == (
+            is_in_home,
+            not is_in_home,
+        )
+
+
 def test_a_probe_answers_fails_or_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "MODULE", "core.measures")
     assert probes.try_out(Probe("", "format_bytes", "", {"count": 1500})) == ok("", "2 KB")
