@@ -11,7 +11,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -160,9 +160,9 @@ class RunFolder:
         with self.lock("train"):
             pass
 
-    def is_training(self) -> bool:
+    def is_training(self, roles: Sequence[str] = ("launch", "train")) -> bool:
         """Whether a launcher or a worker is at work on this run: it writes nothing and holds no lock."""
-        return any(_is_locked(self.folder / f".{role}.lock") for role in ("launch", "train"))
+        return any(_is_locked(self.folder / f".{role}.lock") for role in roles)
 
     @functools.cached_property
     def _recipe_record(self) -> dict[str, Any]:

@@ -88,8 +88,7 @@ def whose_job(run: RunFolder, own: str = "") -> str:
         return ""
     if job.stage == "unknown":
         said = f"{run.folder} was in job {job.job}, which may still train it: {job.reason}; try again later"
-        record = f"{run.folder}/{job.cluster}/job.json"
-        raise UserError(f"{said}, or remove {record} if you know that the job is over")
+        raise UserError(f"{said}, or remove {run.folder}/{job.cluster}/job.json if you know that it is over")
     is_in_job = job.job and job.stage in ("queued", "running")
     return f"{run.folder} is in job {job.job} already ({job})" if is_in_job else ""
 

@@ -146,7 +146,8 @@ def _remark(seen: RunView, reason: str) -> str:
     """What belongs to one run alone, behind its line."""
     eta = "" if seen.seconds_left is None else f"ETA {format_duration(seen.seconds_left)}"
     job = f"job {seen.job.job} {seen.job}".rstrip() if seen.job.job else ""
-    return "  ".join(filter(None, (eta, job, reason if seen.state == "failed" else "")))
+    said = f"`doctor {seen.run.folder}` says why" if seen.state == "unfinished" and "FAILED" in job else ""
+    return "  ".join(filter(None, (eta, job, reason if seen.state == "failed" else said)))
 
 
 def _row(seen: RunView) -> dict[str, Any]:

@@ -30,14 +30,15 @@ TRACES = ("recipe.json", "metrics.jsonl", "checkpoints", "launcher.log", "plan.j
 """Files by which a damaged run is still known as one."""
 DAMAGE = (UserError, TrainingError, TypeError, KeyError, ValueError, AttributeError, IndexError, OSError)
 """What reading damaged records may raise."""
+UNWRITTEN = "how it ended nobody wrote: killed, or the machine went down"
 TAIL_BYTES = 1 << 16
 ERROR = re.compile(
     r"^(?:\S*rank(?P<rank>\d+)\]?:?\s*)?(?P<error>[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit)\b: .+"
-    r"|.*(?:oom[-_]kill|Out of memory: Killed|CANCELLED AT|DUE TO ).*)$",
+    r"|.*(?:oom[-_]kill|Out of memory: Killed|CANCELLED AT|DUE TO ).*|isobatch: .+(?=\n*\Z))$",
     re.MULTILINE,
 )
 """The last line of a traceback, behind the mark of a rank where torchrun puts one;
-or what Slurm and the kernel say when they end a job."""
+what Slurm and the kernel say when they end a job; or what was refused, where nothing follows."""
 SILENT_SECONDS = 30.0
 """Ranks speak every second."""
 STILL_SECONDS, STILL_STEPS = 60.0, 10.0
@@ -105,8 +106,8 @@ def check_state(run: RunFolder) -> Check:
         return broken("state", f"failed at {done}: {reason}", known.format(run.folder))
     resume = f"isobatch resume {run.folder}"
     if seen.state == "unfinished":
-        text = f"{done}; how it ended nobody wrote: killed, or the machine went down"
-        return warning("state", text, resume)
+        how = f"job {seen.job.job} {seen.job}" if seen.job.job else UNWRITTEN
+        return warning("state", f"{done}; {how}", resume)
     if seen.state == "unknown":
         return warning("state", f"{done}; Slurm does not answer whether it runs", "scontrol ping")
     saved = f", saved; `{resume}` goes on" if seen.state == "stopped" else ""

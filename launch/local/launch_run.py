@@ -8,12 +8,12 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-import time
 from dataclasses import dataclass
 
 from isobatch.core import errors
 from isobatch.core.atomic_files import disk_full
 from isobatch.core.errors import BUG, DONE, FAILED, WRONG_INPUT, TrainingError, UserError
+from isobatch.core.measures import wait_for
 from isobatch.core.number_ranges import KeptOneIn, Trials
 from isobatch.core.recipe import HOOK_CODE
 from isobatch.core.terminal import print_lines
@@ -113,7 +113,6 @@ def launch_run(run: RunFolder, options: RunOptions, owns_process: bool = True) -
 
 
 LOG_TAIL_CHARACTERS = 6000
-FULL_DISK_BYTES = 1 << 16
 
 
 def train_with_restarts(run: RunFolder, where: Cluster) -> Verdict:
@@ -147,13 +146,7 @@ def train_with_restarts(run: RunFolder, where: Cluster) -> Verdict:
 
 def wait_for_orphans(run: RunFolder) -> None:
     """Wait for workers whose launcher was killed: they save and stop, then a new attempt can begin."""
-    deadline = time.monotonic() + GRACE_SECONDS
-    while time.monotonic() < deadline:
-        try:
-            run.refuse_if_training()
-            return
-        except UserError:
-            time.sleep(0.2)
+    wait_for(lambda: not run.is_training(["train"]), GRACE_SECONDS, 0.2)
 
 
 def _verdict_of(run: RunFolder, verdict: Verdict | None) -> Verdict:
@@ -164,7 +157,7 @@ def _verdict_of(run: RunFolder, verdict: Verdict | None) -> Verdict:
     said = log.read_text(errors="replace")[-LOG_TAIL_CHARACTERS:] if log.exists() else ""
     if verdict is None:
         dead = re.findall(r"rank\s*: (\d+) .*\n\s*exitcode\s*: -(\d+)", said.rpartition("Root Cause")[2])
-        if shutil.disk_usage(run.folder).free <= FULL_DISK_BYTES:
+        if shutil.disk_usage(run.folder).free <= 2**16:
             full = disk_full(run.folder / "exit.json", RuntimeError("No space left on device"))
             verdict = Verdict(FAILED, str(full), errors.DiskFullError.cause)
         elif dead:

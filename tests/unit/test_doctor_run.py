@@ -13,13 +13,14 @@ from isobatch.engine.checkpointing.digests import folder_digests
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.doctor import run_checks
 from isobatch.launch.doctor.run_checks import check_ranks, describe_ranks, doctor
+from isobatch.tests.unit.fake_slurm import queued
 from isobatch.tests.unit.test_slurm_commands import make_run
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from isobatch.launch.doctor.probes import Check
-    from isobatch.tests.unit.fake_slurm import Say
+    from isobatch.tests.unit.fake_slurm import Say, Slurm
 
 HERE = {"code": "read (mine.py:7)", "waiting": "", "still_seconds": 400.0, "silent_seconds": 0.0}
 STEP_12 = {**HERE, "place": "step 12, micro-batch 1 of 2", "process": "4242 on n1"}
@@ -57,6 +58,19 @@ def test_a_finished_runs_model_is_what_the_run_wrote(how: str, tmp_path: Path) -
         assert "final/" not in found
     else:
         assert found["final/"].text == "model.safetensors is missing or changed"
+
+
+@pytest.mark.parametrize("after", ["", "job 7, leg 1: n1, from the beginning\n"])
+def test_what_a_jobs_script_refused_is_its_last_error(after: str, tmp_path: Path, slurm: Slurm) -> None:
+    """A line that work followed was no refusal."""
+    slurm(squeue=queued("7", "FAILED", "NonZeroExitCode"))
+    run = run_of(tmp_path, job="7")
+    said = f"loading\nisobatch: n1 does not see /scratch/x: submit from elsewhere\n{after}"
+    (run.folder / "slurm" / "7.out").write_text(said)
+    found = found_in(run)
+    assert "job 7 FAILED (NonZeroExitCode)" in found["state"].text
+    assert ("last error" in found) == (not after)
+    assert after or "n1 does not see /scratch/x" in found["last error"].text
 
 
 @pytest.mark.parametrize(

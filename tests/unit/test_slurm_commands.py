@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from isobatch.core import atomic_files
-from isobatch.core.errors import UserError
+from isobatch.core.errors import WRONG_INPUT, UserError
 from isobatch.core.facts import Facts
 from isobatch.core.recipe import Recipe
 from isobatch.engine.runs.run_folder import RunFolder
@@ -20,6 +20,8 @@ from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.clusters.cluster import refuse_if_in_a_job
 from isobatch.launch.clusters.local import here
 from isobatch.launch.clusters.slurm import client
+from isobatch.launch.clusters.slurm.job import job
+from isobatch.launch.clusters.slurm.legs import JobRequest
 from isobatch.launch.commands.auto import resume
 from isobatch.launch.control import one_run
 from isobatch.launch.control.runs import runs
@@ -130,6 +132,28 @@ def test_a_word_for_the_same_situation_in_every_leg(
     text = say(runs, str(tmp_path / "runs"))[1]
     assert shown in text
     assert f"  {state} " in text
+
+
+def test_what_is_refused_inside_of_a_job_is_how_its_run_ended(
+    tmp_path: Path, slurm: Slurm, say: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm(squeue=queued("7", "FAILED", "NonZeroExitCode"), scontrol="echo n1")
+    run = make_run(tmp_path / "runs" / "r", recipe=Recipe(task=f"{tmp_path}/sent.py:Task", steps=(300,)))
+    (tmp_path / "sent.py").write_text("raise AssertionError('it runs')\n")
+    JobRequest(local=1, lead=5, plan={}, seconds=60).write(run.folder)
+    for name, value in {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}.items():
+        monkeypatch.setenv(name, value)
+    assert job([str(run.folder)]) == WRONG_INPUT, "nobody agreed to its code"
+    row = listed(tmp_path / "runs", say)
+    assert row["state"] == "failed"
+    assert row["reason"]
+    assert row["reason"] in say(runs, str(tmp_path / "runs"))[1]
+
+
+def test_a_job_whose_script_failed_says_where_the_reason_is(tmp_path: Path, slurm: Slurm, say: Say) -> None:
+    slurm(squeue=queued("7", "FAILED", "NonZeroExitCode"))
+    run = make_run(tmp_path / "runs" / "r")
+    assert f"`doctor {run.folder}` says why" in say(runs, str(tmp_path / "runs"))[1]
 
 
 @pytest.mark.usefixtures("slurm")

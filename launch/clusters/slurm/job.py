@@ -58,13 +58,16 @@ def job(words: Sequence[str]) -> int:
     with slurm.stop as stop:
         if run.status() == "done":
             return DONE
-        consent.require(run.recipe, run.folder)
         refuse_if_in_a_job(run, allocation.job)
         with run.lock("launch"):
-            launch_run.wait_for_orphans(run)
-            client.update_job_record(run, job=allocation.job, cancel=None)
-            slurm.begin(run, allocation, request)
-            verdict = launch_run.train_with_restarts(run, slurm)
+            try:
+                consent.require(run.recipe, run.folder)
+                launch_run.wait_for_orphans(run)
+                client.update_job_record(run, job=allocation.job, cancel=None)
+                slurm.begin(run, allocation, request)
+                verdict = launch_run.train_with_restarts(run, slurm)
+            except UserError as error:
+                verdict = Verdict(error.exit_code, str(error))
         if verdict.code == STOPPED:
             slurm.requeue_or_stop(run, stop.reason)
         elif verdict.code != DONE:

@@ -76,8 +76,7 @@ def seconds_to_stop(run: RunFolder) -> float:
         return 0.0
     folders = [p for p in run.checkpoints.glob("[!.]*-*") if p.is_dir()]
     largest = max((sum(f.stat().st_size for f in p.rglob("*") if f.is_file()) for p in folders), default=0)
-    step = steps[int(SLOW_SHARE * (len(steps) - 1))]
-    return stop_seconds(step, largest)
+    return stop_seconds(steps[int(SLOW_SHARE * (len(steps) - 1))], largest)
 
 
 def stop_seconds(step: float, checkpoint: float) -> float:
