@@ -75,7 +75,7 @@ class Ragged:
         """(len(indices),) int64."""
         return np.asarray(self.offsets[indices + 1] - self.offsets[indices])
 
-    def take(self, rows: np.ndarray) -> Ragged:
+    def __getitem__(self, rows: np.ndarray) -> Ragged:
         """The rows where this mask (n,) is true."""
         return Ragged.of_lengths(self.values[np.repeat(rows, self.lengths)], self.lengths[rows], self.pad)
 
@@ -357,23 +357,21 @@ def load(folder: Path) -> dict[str, Column]:
 
 
 def in_train(test: Path, train: Path) -> np.ndarray:
-    """(n,) bool: whether each sample of the prepared `test` is one of `train`, by its tokens where both have
-    them, else by all but weights; none where the columns differ.
+    """(n,) bool: whether each sample of the prepared `test` is one of `train`, by its tokens where there are
+    such, else by all but weights; none where the columns differ.
     """
     columns, known = load(test), load(train)
     both = columns.keys() & known.keys()
     names = {"tokens"} & both or {name for name in known if not name.endswith(WEIGHT)}
     if not names <= both:
         return np.zeros(count_rows(columns), bool)
-    rows, those = (zip(*(_row_bytes(of[n]) for n in sorted(names)), strict=True) for of in (columns, known))
-    rows = [*rows]
-    seen = {*rows}.intersection(those)
+    rows, of_train = (zip(*(_row_bytes(of[n]) for n in names), strict=True) for of in (columns, known))
+    seen = {*of_train}
     return np.array([row in seen for row in rows], bool)
 
 
 def _row_bytes(column: Column) -> Iterator[bytes]:
-    is_ragged = isinstance(column, Ragged)
-    rows = np.split(column.values, column.offsets[1:-1]) if is_ragged else np.asarray(column)
+    rows = np.split(column.values, column.offsets[1:-1]) if isinstance(column, Ragged) else np.asarray(column)
     return (row.tobytes() for row in rows)
 
 

@@ -153,7 +153,7 @@ def check_valid(valid: float | str | None, splits: Mapping[str, object] | tuple[
 DEMO = "demo"
 DEMO_PACKAGES = ("email", "http", "json", "logging", "urllib")
 DEMO_LARGEST_FILE = 32_000
-IN_TRAIN = "rows are in train too"
+IN_TRAIN = "rows are in train too: leave them out of one of the two"
 
 
 @dataclass(frozen=True, slots=True)

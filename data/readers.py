@@ -42,8 +42,6 @@ FORMATS |= dict.fromkeys((".conll", ".bio", ".iob", ".iob2"), "conll")
 DELIMITERS = {"csv": ",", "tsv": "\t"}
 GZIP = ".gz"
 NOT_UTF8 = "is not UTF-8: save it as CSV UTF-8 in Excel, or convert it (iconv -f cp1252 -t utf-8)"
-CONTROLS, NOT_ASCII = re.compile("[\x80-\x9f]"), re.compile("[^\0-\x7f]")
-MISREAD = "holds characters from U+0080 to U+009F, as cp1252 read as latin1 does: convert it from cp1252"
 SPLITS = {"train": "train", "training": "train", "valid": "valid", "validation": "valid", "val": "valid"}
 SPLITS |= {"dev": "valid", "test": "test"}
 """Words in names -> the split that they mean."""
@@ -235,30 +233,10 @@ def text_cell(row: Mapping[str, Any], column: str, where: str, flag: str = "--te
     return text or ""
 
 
-def encoding_of(file: Path) -> tuple[str, list[str]]:
-    """(utf-8, utf-16 as a byte order mark says, or of a table cp1252; notes for the user)."""
-    return _encoding(file, file.stat().st_mtime_ns)
-
-
-@functools.lru_cache
-def _encoding(file: Path, changed: int) -> tuple[str, list[str]]:  # noqa: ARG001  part of the cache's key
+def is_utf16(file: Path) -> bool:
+    """Whether the file's byte order mark says so."""
     with file.open("rb") as stream:
-        if stream.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-            return "utf-16", []
-    if FORMATS.get(_ending(file)) not in DELIMITERS or file.suffix.lower() == GZIP:
-        return "utf-8", []
-    try:
-        with file.open(encoding="utf-8") as lines:
-            misread = [True for line in lines if not line.isascii() and CONTROLS.search(line)]
-        return "utf-8", [f"{file.name}: {MISREAD}"] * bool(misread)
-    except UnicodeDecodeError:
-        content = file.read_bytes()
-    with contextlib.suppress(UnicodeDecodeError):
-        content.decode("cp1252")
-        odd = NOT_ASCII.findall(content.decode("utf-8", "replace"))
-        if 2 * odd.count("\ufffd") > len(odd):  # else it is UTF-8 with faults
-            return "cp1252", [f"{file.name}: is not UTF-8 and is read as Windows-1252"]
-    return "utf-8", []
+        return stream.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 class _Unpacked(gzip.GzipFile):
@@ -272,13 +250,13 @@ class _Unpacked(gzip.GzipFile):
 
 
 def open_utf8(file: Path) -> io.BufferedReader:
-    """A file's bytes in UTF-8, unpacked; converted in memory from others, or where lines end with CR.
+    """A file's bytes in UTF-8, unpacked; converted in memory from UTF-16, or where lines end with CR.
 
     Raises UserError.
     """
     if file.suffix.lower() == GZIP:
         return io.BufferedReader(_Unpacked(file), 1 << 20)
-    if (encoding := encoding_of(file)[0]) == "utf-8":
+    if not is_utf16(file):
         stream = file.open("rb")
         head = stream.peek(1)
         if b"\r" in head and b"\n" not in head and FORMATS.get(_ending(file)) in DELIMITERS:
@@ -286,7 +264,7 @@ def open_utf8(file: Path) -> io.BufferedReader:
                 return io.BufferedReader(io.BytesIO(stream.read().replace(b"\r", b"\n")))
         return stream
     try:
-        return io.BufferedReader(io.BytesIO(file.read_bytes().decode(encoding).encode()))
+        return io.BufferedReader(io.BytesIO(file.read_bytes().decode("utf-16").encode()))
     except UnicodeError as error:
         raise UserError(f"{file}: is not whole UTF-16, as its first bytes say it is: {error}") from None
 
@@ -340,8 +318,7 @@ def shape_of(file: Path, usual: str, numbers: Iterable[str] = ()) -> delimited.S
     """As `delimited.find_shape`; text that is not UTF-8 is passed over until it is read."""
     with open_utf8(file) as stream:
         head = (line.decode("utf-8-sig", "replace") for line in stream)
-        shape = delimited.find_shape(head, file, usual, numbers)
-    return shape._replace(notes=[*shape.notes, *encoding_of(file)[1]])
+        return delimited.find_shape(head, file, usual, numbers)
 
 
 def _read_delimited(file: Path, part: SplitFiles) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -247,7 +247,7 @@ def workload(name: str) -> LoadedWorkload:
     key = task_word(name)
     if key in CHAINS:
         stages = ", ".join(CHAINS[key])
-        raise UserError(f"--task {key}: only `auto` runs this chain; its stages are tasks: {stages}")
+        raise UserError(f"--task {key}: only `auto` runs this chain; each stage has its plan: {stages}")
     if key not in TASKS:
         valid = [*TASKS, *CHAINS]
         if why := NOT_A_TASK.get(key):

@@ -14,7 +14,7 @@ from isobatch.core.extras import need
 from isobatch.core.number_ranges import Positive
 from isobatch.core.plan import PlanOptions
 from isobatch.core.terminal import format_metrics, print_answer, print_lines
-from isobatch.data.base import TEST, Ragged, fingerprint, in_train, load, save
+from isobatch.data.base import TEST, fingerprint, in_train, load, save
 from isobatch.data.digests import file_hash
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import run_around
@@ -183,9 +183,7 @@ def _hold_out(replay: Replay, file: str, folder: Path) -> list[str]:
     if count := int(again.sum()):
         notes.append(f"{count:,} of {len(again):,} rows are in the run's train data too and flatter it")
         if count < len(again) and not sizes:  # sizes are of the whole file
-            whole = load(folder / TEST).items()
-            new = {k: c.take(~again) if isinstance(c, Ragged) else c[~again] for k, c in whole}
-            save(folder / "new", new)
+            save(folder / "new", {k: column[~again] for k, column in load(folder / TEST).items()})
             splits[f"{name} without these {count:,}"] = "new"
     print_lines(*(f"--test {file}: {note}" for note in notes))
     for split, part in splits.items():

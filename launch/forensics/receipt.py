@@ -99,7 +99,7 @@ def receipt(words: Sequence[str]) -> int:
     said = f"{file}: {size}, recipe {content['recipe_hash']}, {steps}{signs}"
     how = f"whoever has the data checks it with: isobatch receipt check {file}"
     found = {"receipt": str(file), "signature": str(signature) if signed else None}
-    return print_answer(found, f"{said}\n{how}", options.json)
+    return print_answer(found, f"{said}\n{how}{' --signers FILE' if signed else ''}", options.json)
 
 
 def receipt_of(run: RunFolder) -> Content:

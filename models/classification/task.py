@@ -21,6 +21,7 @@ from isobatch.models.base import Batch, Loss, ModelSize, Rows, StepContext, Sum,
 from isobatch.models.encoder import baselines as simple
 from isobatch.models.encoder import calibration, drift, encoders, evaluation, int8, prediction, problems
 from isobatch.models.encoder import export as exporting
+from isobatch.models.encoder.class_metrics import wilson_interval
 from isobatch.models.encoder.last_layer import compute_first_alone
 from isobatch.models.encoder.report import ClassifierReport
 from isobatch.models.model_card import ModelDescription, usage_lines
@@ -309,11 +310,15 @@ class Classifier(Task):
         evidence = problem.evidence(found)
         # All of one pass: the loop's own may be in half precision.
         metrics: dict[str, Any] = {"samples": len(evidence), problem.headline: 0.0}
-        metrics[f"{problem.headline} within"] = "{:.4f} to {:.4f}".format(*problem.interval(evidence))
+        metrics[f"{problem.headline} within (95 %)"] = "{:.4f} to {:.4f}".format(*problem.interval(evidence))
         metrics |= problem.figures(evidence) | settled.settled_metrics(lambda: found)
-        text = "{coverage:.1%} answered, {precision:.1%} of these right, from probability {threshold:.3g} on"
+        text = "{coverage:.1%} answered, {precision:.1%} of these right"
         for wanted, of in metrics.get("abstaining", {}).items():
-            metrics[f"with --precision {wanted}"] = text.format(**of)
+            answered = max(1, round(of["coverage"] * len(evidence)))
+            low, high = wilson_interval(of["precision"] * answered, answered)
+            kept = "not kept: train with rows like these as --valid" if high < float(wanted) else "within it"
+            said = f"{text.format(**of)} (95 %: {low:.1%} to {high:.1%}, {wanted} is {kept})"
+            metrics[f"with --precision {wanted}"] = f"{said}, from probability {of['threshold']:.3g} on"
         table = problem.table("", problem.detail(evidence))
         for name, *cells in table.rows[: problems.MOST_ANSWERS]:
             said = map(" ".join, zip(table.head[1:5], cells, strict=False))

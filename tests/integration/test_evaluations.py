@@ -104,14 +104,14 @@ def test_a_classifiers_figures_on_new_rows_are_said_with_their_noise(tmp_path: P
     done = succeed("evaluate", "runs/run", "--test", "new.csv", cwd=tmp_path)
     said = done.stdout
     assert "in train" not in done.stderr
-    for part in ("samples 24", "accuracy within 0.", "accuracy of the largest class 0.5"):
+    for part in ("samples 24", "accuracy within (95 %) 0.", "accuracy of the largest class 0.5"):
         assert part in said
     assert "accuracy of TF-IDF with logistic regression " in said
     assert "beside the largest class the model is better" in said
     found = json.loads(succeed("evaluate", "runs/run", "--test", "new.csv", "--json", cwd=tmp_path).stdout)
     assert ("temperature is 1 as of" in found["new.csv"]) == (found["new.csv"]["temperature"] == 1.0)
     low, high = found["new.csv"]["accuracy_ci95"]
-    assert found["new.csv"]["accuracy within"] == f"{low:.4f} to {high:.4f}"
+    assert found["new.csv"]["accuracy within (95 %)"] == f"{low:.4f} to {high:.4f}"
 
 
 def test_files_of_another_kind_are_refused_in_a_sentence(tmp_path: Path) -> None:

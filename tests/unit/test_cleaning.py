@@ -200,5 +200,5 @@ def test_what_is_held_out_is_not_trained_on(tmp_path: Path) -> None:
     }
     assert not any("are in train too" in note for note in extra["notes"])
     leaking = make(tmp_path, template="plain").prepare(tmp_path / "leaking")["notes"]
-    assert "valid: 2 of 3 rows are in train too" in leaking
+    assert "valid: 2 of 3 rows are in train too: leave them out of one of the two" in leaking
     assert "--clean duplicates leaves such rows out of training" in leaking

@@ -124,7 +124,7 @@ def test_rows_are_documents_with_an_end_token_behind_each(tmp_path: Path, form: 
     assert extra["splits"]["train"]["lines"] == 2
     assert extra["notes"] == [
         "train: rows left out: 1 with an empty text",
-        "valid: 1 of 1 rows are in train too",
+        "valid: 1 of 1 rows are in train too: leave them out of one of the two",
         "3 rows: the field `id` is not read",
     ]
 

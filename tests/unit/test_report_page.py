@@ -78,7 +78,7 @@ def test_a_report_is_a_folder_and_no_file(to: str, run: RunFolder, tmp_path: Pat
 
 def test_later_evaluations_stand_side_by_side_the_newest_first(run: RunFolder) -> None:
     """Also those of a received run, which may say anything."""
-    figures = {"samples": 50, "accuracy": 0.9, "accuracy within": "0.79 to 0.96", "confusion": [[1]]}
+    figures = {"samples": 50, "accuracy": 0.9, "accuracy within (95 %)": "0.79 to 0.96", "confusion": [[1]]}
     for number in range(8):
         run.keep_evaluation({"data": f"{number}.csv", "metrics": {**figures, "accuracy": number / 10}})
     run.keep_evaluation({"data": "last.csv", "form": "chosen/m.onnx", "metrics": figures | {"class a": "x"}})
@@ -89,7 +89,7 @@ def test_later_evaluations_stand_side_by_side_the_newest_first(run: RunFolder) -
     for cell, name in zip(head[1:], ("arc", "last.csv, chosen/m.onnx", *"7654"), strict=True):
         assert re.fullmatch(rf"{re.escape(name)}(\.csv)?, {when}", cell)
     assert ["accuracy", "", "0.9", "0.7", "0.6", "0.5", "0.4"] in rows
-    assert {name for name, *_ in rows} == {"acc", "samples", "accuracy", "accuracy within", "class a"}
+    assert {name for name, *_ in rows} == {"acc", "samples", "accuracy", "accuracy within (95 %)", "class a"}
 
 
 @pytest.mark.parametrize(
