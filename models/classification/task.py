@@ -317,8 +317,8 @@ class Classifier(Task):
             answered = max(1, round(of["coverage"] * len(evidence)))
             low, high = wilson_interval(of["precision"] * answered, answered)
             kept = "not kept: train with rows like these as --valid" if high < float(wanted) else "within it"
-            said = f"{text.format(**of)} (95 %: {low:.1%} to {high:.1%}, {wanted} is {kept})"
-            metrics[f"with --precision {wanted}"] = f"{said}, from probability {of['threshold']:.3g} on"
+            shown = f"{text.format(**of)} (95 %: {low:.1%} to {high:.1%}, {wanted} is {kept})"
+            metrics[f"with --precision {wanted}"] = f"{shown}, from probability {of['threshold']:.3g} on"
         table = problem.table("", problem.detail(evidence))
         for name, *cells in table.rows[: problems.MOST_ANSWERS]:
             said = map(" ".join, zip(table.head[1:5], cells, strict=False))
