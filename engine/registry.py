@@ -115,6 +115,8 @@ class LoadedWorkload:
         merged = _merge([*layers, asked])
         found = self.task.complete(asked)
         merged |= {k: v for k, v in found.items() if k not in asked or k not in recipe_flags}
+        if (most := found.get("max_length")) and "max_length" not in asked:
+            notes.append(f"--max-length {most}: {merged['model']} reads no more")
         common = {k: v for k, v in merged.items() if k in recipe_flags}
         for name in ("model", "tokenizer"):
             common[name] = SHORT_MODEL_NAMES.get(str(common.get(name)), common.get(name))

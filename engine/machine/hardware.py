@@ -33,6 +33,8 @@ class Hardware:
     """Bytes/s between nodes."""
     is_network_assumed: bool = True
     """Whether that is the card's usual network, and nobody's word."""
+    is_ram_assumed: bool = False
+    """Whether that is what machines with this card usually have."""
     cpu_bf16: bool = False
     """Native bf16 arithmetic: AMX or AVX512_BF16."""
     cpu_amx: bool = False
@@ -138,6 +140,7 @@ def parse_hardware(text: str) -> Hardware:
         ram_bytes=_bytes(ram) if ram else model.ram_gib * gpus * GIB,
         node_bandwidth=float(network) * 1e9 / 8 if network else model.node_bandwidth,
         is_network_assumed=network is None,
+        is_ram_assumed=ram is None,
     )
 
 

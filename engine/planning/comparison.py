@@ -83,12 +83,13 @@ def format_comparison(found: Comparison) -> str:
 def _cells(e: Estimate, found: Comparison) -> list[str]:
     cells = [e.target.name, "no", "", "", "", ""]
     if e.plan is not None and e.seconds is not None:
+        recomputes = e.plan.activation_checkpointing != "off"
         device = e.target.hardware.devices if e.target.hardware.gpus else 0
         cells[1:] = [
             "yes",
             f"{e.plan.processes} of {device}" if device else "none",
             f"{e.plan.predicted_step_seconds:.3g} s",
-            short_duration(e.seconds) + ("" if e.plan.calibrated else " ~"),
+            short_duration(e.seconds) + " ~" * (not e.plan.calibrated) + " r" * recomputes,
             f"{gigabytes(e.plan.predicted_peak_memory_bytes)[:-3]} of {gigabytes(e.memory)[:-3]}",
         ]
     if found.prices:

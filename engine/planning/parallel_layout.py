@@ -264,7 +264,7 @@ def does_not_fit(case: PlanningCase, processes: int) -> str:
         what = "what the run's end fits to the data, less of fewer items, needs"
     ways = dict[str, str]()
     for words, other in _ways(case):
-        kind = re.sub(r"\d+", "", words)
+        kind = re.sub(r"\d+| without .*", "", words)
         if kind not in ways and any(find_layout(other, count) for count in candidate_process_counts(other)):
             ways[kind] = words
         if kind in ways and words.startswith("without"):
@@ -282,20 +282,21 @@ def _ways(case: PlanningCase) -> Iterator[tuple[str, PlanningCase]]:
         if (wish := getattr(asked, flag)) not in ("auto", None):
             bare = replace(asked, **{flag: getattr(PlanOptions(), flag)})
             yield f"without {spelling(flag)} {wish}", replace(case, asked=bare)
-    end = "" if asked.strategy == "auto" else f" without --strategy {asked.strategy}"
-    case = replace(case, asked=replace(asked, strategy="auto"))
-    for words, size in case.model_size.smaller().items():
-        yield words + end, replace(case, model_size=replace(size, head_bytes=case.model_size.head_bytes))
-    if case.recipe.optimizer == "adamw":
-        smaller = replace(case.recipe, optimizer="adamw8bit")
-        yield f"--optimizer adamw8bit{end}", replace(case, recipe=smaller)
-    flag = "--assume-length" if facts.extra.get("assumed") else "--max-length"
-    for most in (max(2, facts.longest >> halvings) for halvings in range(1, 7)):
-        yield f"{flag} {most}{end}", replace(case, facts=replace(facts, lengths=(most,)))
-    for count in (2, 4, 8, 16, 32, 64) if case.device == "cuda" and not machine.gpu.mobile else ():
-        other = replace(machine, nodes=max(1, count // 8), gpus=(machine.gpu,) * min(8, count))
-        if count > machine.devices:
-            yield f"{count} such GPUs{end}", replace(case, hardware=other)
+    for kept in dict.fromkeys((asked.strategy, "auto")):
+        end = "" if kept == asked.strategy else f" without --strategy {asked.strategy}"
+        case = replace(case, asked=replace(asked, strategy=kept))
+        for words, size in case.model_size.smaller().items():
+            yield words + end, replace(case, model_size=replace(size, head_bytes=case.model_size.head_bytes))
+        if case.recipe.optimizer == "adamw":
+            smaller = replace(case.recipe, optimizer="adamw8bit")
+            yield f"--optimizer adamw8bit{end}", replace(case, recipe=smaller)
+        flag = "--assume-length" if facts.extra.get("assumed") else "--max-length"
+        for most in (max(2, facts.longest >> halvings) for halvings in range(1, 7)):
+            yield f"{flag} {most}{end}", replace(case, facts=replace(facts, lengths=(most,)))
+        for count in (2, 4, 8, 16, 32, 64) if case.device == "cuda" and not machine.gpu.mobile else ():
+            other = replace(machine, nodes=max(1, count // 8), gpus=(machine.gpu,) * min(8, count))
+            if count > machine.devices:
+                yield f"{count} such GPUs{end}", replace(case, hardware=other)
 
 
 def why_processes(case: PlanningCase, chosen: ParallelLayout, layouts: list[ParallelLayout]) -> str:

@@ -95,7 +95,7 @@ def split_words(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
             elif not equals and (_is_flag(after) or (name in SWITCHES and after.lower() not in SWITCH_WORDS)):
                 is_bare, equals, value = True, "=", "True"
             if name in bare:
-                raise UserError(f"{spelling(name)} is given twice: give it once")
+                raise UserError(f"{spelling(name)} is given twice: give it once (sets of data: --data a,b)")
             bare[name] = is_bare
             word = f"--{name}{equals}{value}"
         written.append(word)
@@ -209,7 +209,7 @@ def _read(
     """
     positional, typed = split_words(words)
     if positional:
-        raise UserError(f"{command}: {'; '.join(map(_misplaced, positional))}")
+        raise UserError(f"{command}: {'; '.join(_misplaced(word, typed) for word in positional)}")
     in_file = flag_words.flags_of_files(typed)
     task = typed.get("task", in_file.get("task", BareValue()))
     if isinstance(task, BareValue):
@@ -238,12 +238,13 @@ def _read(
     return chosen, groups, found
 
 
-def _misplaced(word: str) -> str:
-    """What a word is that stands where a flag should."""
+def _misplaced(word: str, typed: Mapping[str, str]) -> str:
+    """What a word is that stands where a flag should, beside those that were typed."""
     flag = "--task" if task_word(word) in (*TASKS, *CHAINS) else "--data" if Path(word).exists() else ""
     flag = "--from" if Path(word, "recipe.json").is_file() else flag
     way = "Flags start with --; values have commas between (1e-3,3e-3); spaces need quotes (10%, not 10 %)"
-    return f"what is {word!r}? {f'Give it as {flag} {word}' if flag else way}"
+    given = f"{typed['data']},{word}" if flag == "--data" and "data" in typed else word
+    return f"what is {word!r}? {f'Give it as {flag} {given}' if flag else way}"
 
 
 def _request(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import math
-import re
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -112,20 +111,11 @@ def legend(found: Mapping[str, Any]) -> list[str]:
 def write_tables(found: Mapping[str, Any], file: Path) -> None:
     """Write the table as FILE.csv, and without the names of runs as FILE.md and FILE.tex."""
     cells, notes = cells_of(found), legend(found)
-    joined = [line[:-1] for line in cells]
-    if "deviation" in cells[0]:
-        place = cells[0].index("deviation")
-        for number, line in enumerate(joined):
-            error = line.pop(place)
-            line[place - 1] += f" ± {error}" if number and error else ""
     with file.with_name(f"{file.name}.csv").open("w", newline="", encoding="utf-8") as stream:
         csv.writer(stream, lineterminator="\n").writerows(cells)
     for ending in ("md", "tex"):
         template = Path(__file__).with_name(f"sweep.{ending}.jinja")
-        shown = joined if ending == "tex" else [line[:-1] for line in cells]
-        bodies = map("".join, zip(*shown[1:], strict=True))
-        sides = "".join("r" if re.match(r"[-.\d]", body) else "l" for body in bodies)
-        text = rendered(template, cells=shown, notes=notes, sides=sides, md=in_markdown)
+        text = rendered(template, cells=[line[:-1] for line in cells], notes=notes, md=in_markdown)
         atomic_files.write_text(file.with_name(f"{file.name}.{ending}"), f"{text}\n")
 
 

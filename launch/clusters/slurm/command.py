@@ -22,7 +22,6 @@ from typing import Any
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, UserError
-from isobatch.core.facts import Facts
 from isobatch.core.flags import options_to_dict
 from isobatch.core.measures import counted, format_duration
 from isobatch.core.package import ROOT, own_command
@@ -30,7 +29,7 @@ from isobatch.core.terminal import print_lines
 from isobatch.engine.machine.detect import detect
 from isobatch.engine.machine.hardware import parse_hardware
 from isobatch.engine.planning.comparison import short_duration, six_lines
-from isobatch.engine.planning.estimate import Estimate, Target, estimate
+from isobatch.engine.planning.estimate import Target, estimate
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.clusters.cluster import refuse_if_in_a_job, whose_job
 from isobatch.launch.clusters.slurm import client, containers
@@ -113,8 +112,8 @@ def slurm(words: Sequence[str]) -> int:
     render(drafted)
     _container(points[0][0], draft.folder, options)
     print_lines(*dict.fromkeys(note for request in requests.values() for note in request.notes))
-    if options.hardware:  # refused before anything is made
-        _estimated(requests[0], find_or_create(requests[0], makes=False).facts, drafted, options)
+    if options.hardware:  # a plan that is refused makes nothing
+        _show_plan(requests[0], find_or_create(requests[0], makes=False), drafted, options, quiet=True)
     if options.submit and (silent := client.job_states(["1"]).get("1")) and silent.stage == "unknown":
         raise UserError(f"--submit: {silent.reason}")
     with contextlib.ExitStack() as locks:  # two submissions at once would make two jobs for a run
@@ -155,20 +154,38 @@ def _runs_to_submit(
     return runs
 
 
-def _show_plan(request: Request, run: RunFolder, script: JobScript, options: SlurmOptions) -> JobScript:
+def _show_plan(
+    request: Request, run: RunFolder, script: JobScript, options: SlurmOptions, quiet: bool = False
+) -> JobScript:
     """Say what the job's nodes would make of the first run, as `plan` does, and whether --time is enough.
 
-    The script, with the time that a stop takes by this plan.
+    The script, with the time that a stop takes by this plan. Raises UserError where --hardware has none.
     """
-    say = partial(print_lines, quiet=request.run.quiet)
-    try:
-        target, found = _estimated(request, run.facts, script, options)
-    except UserError as error:
-        say(f"no plan: {error}")
+    say, here = partial(print_lines, quiet=quiet or request.run.quiet), detect()
+    like_here = dataclasses.replace(here, kind="cpu", gpus=(), source="asked")
+    machine = dataclasses.replace(like_here, nodes=script.nodes, cpus=script.cpus)
+    if script.gpus:
+        cards = [options.hardware, *(node.card for node in client.node_shapes(options.partition))]
+        named = next(filter(None, [*cards, *(gpu.card for gpu in here.gpus)]), "")
+        try:
+            machine = parse_hardware(f"{script.nodes}x{script.gpus}x{re.sub('^([0-9]+ ?x ?)+', '', named)}")
+        except UserError as error:
+            if options.hardware:
+                raise
+            why = error if named else "the nodes' GPUs are not known: --hardware h100 names them"
+            say(f"no plan: {why}")
+            return script
+    if memory := slurm_options.parse_memory(dict(script.extra_options).get("mem")):
+        machine = dataclasses.replace(machine, ram_bytes=round(memory))
+    world = processes_each(request, "--nodes", script.nodes, script.gpus) * script.nodes
+    asked = dataclasses.replace(request.plan, processes=None)
+    target = Target("nodes", request.workload, request.recipe, run.facts, machine, asked, world)
+    found, free = estimate(target, {}), estimate(dataclasses.replace(target, world=None), {})
+    if found.plan is None and options.hardware:
+        raise UserError(found.why_not)
+    if found.plan is None or found.size is None:
+        say(f"no plan: {found.why_not}")
         return script
-    free, world = estimate(dataclasses.replace(target, world=None), {}), target.world or 1
-    assert found.plan, "else it was refused"
-    assert found.size, "a plan counts with it"
     say(six_lines(found))
     if script.gpus and free.plan and free.plan.processes < world:
         takes = short_duration(free.seconds or 0)
@@ -182,30 +199,6 @@ def _show_plan(request: Request, run: RunFolder, script: JobScript, options: Slu
     saves = f"saves every {request.run.save_every} and {lead} s before its limit, where the next goes on"
     say(f"--time {script.time}: {jobs} by this plan; each starts in {short_duration(again)}, {saves}")
     return dataclasses.replace(script, lead=lead)
-
-
-def _estimated(
-    request: Request, facts: Facts, script: JobScript, options: SlurmOptions
-) -> tuple[Target, Estimate]:
-    """The plan of a run on the job's nodes. Raises UserError where there is none, or no GPU is known."""
-    here = detect()
-    like_here = dataclasses.replace(here, kind="cpu", gpus=(), source="asked")
-    machine = dataclasses.replace(like_here, nodes=script.nodes, cpus=script.cpus)
-    if script.gpus:
-        cards = [options.hardware, *(node.card for node in client.node_shapes(options.partition))]
-        named = next(filter(None, [*cards, *(gpu.card for gpu in here.gpus)]), "")
-        if not named:
-            raise UserError("the nodes' GPUs are not known: --hardware h100 names them")
-        machine = parse_hardware(f"{script.nodes}x{script.gpus}x{re.sub('^([0-9]+ ?x ?)+', '', named)}")
-    if memory := slurm_options.parse_memory(dict(script.extra_options).get("mem")):
-        machine = dataclasses.replace(machine, ram_bytes=round(memory))
-    world = processes_each(request, "--nodes", script.nodes, script.gpus) * script.nodes
-    asked = dataclasses.replace(request.plan, processes=None)
-    target = Target("nodes", request.workload, request.recipe, facts, machine, asked, world)
-    found = estimate(target, {})
-    if found.plan is None:
-        raise UserError(found.why_not)
-    return target, found
 
 
 def _hand_in(
