@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,16 +104,6 @@ def check_vocabulary(name: str, embedding_rows: int | None, vocabulary: int, oth
             f"--model {name}: knows {embedding_rows} tokens, and the tokenizer has {vocabulary}: "
             f"give the tokenizer that it was trained with{otherwise}"
         )
-
-
-def most_tokens(
-    name: str | None, revision: str | None, read: Callable[[Mapping[str, Any]], int | None]
-) -> int | None:
-    """What `read` finds in the config of a model that lies on this machine; None where none says."""
-    with contextlib.suppress(UserError):  # `check` says what is wrong with it
-        if name and local_folder(name, revision):
-            return read(load_config(name, revision))
-    return None
 
 
 def check_length(name: str, most: int | None, length: int) -> None:

@@ -59,10 +59,6 @@ def auto(words: Sequence[str]) -> int:
     return _print_result(run, verdict.code, options.json, request.run.quiet)
 
 
-READ_WHEN_DONE = ("out", "debug", "quiet")
-"""Flags of a plan or a run that `resume` follows where nothing is left to train."""
-
-
 def resume(words: Sequence[str]) -> int:
     """Usage: resume RUN [plan flags, run flags, --data PATH] [--skip-step 1200-1203] [--decay]
 
@@ -97,8 +93,8 @@ def resume(words: Sequence[str]) -> int:
         if (data := values["recipe"].get("data", run.recipe.data)) != run.recipe.data:
             way = f"`auto --from {named} --data {data}` trains on with its weights"
             raise UserError(f"resume: --data {data}: {run.folder} is done, and reads no more data: {way}")
-        unread = [spelling(name) for name in (*values["plan"], *values["run"]) if name not in READ_WHEN_DONE]
-        ignored = f": {', '.join(unread)} had no effect" if unread else ""
+        unread = (values["plan"] | values["run"]).keys() - {"out", "debug"}
+        ignored = f": {', '.join(map(spelling, sorted(unread)))} had no effect" if unread else ""
         print_lines(f"{run.folder} is done{ignored}", quiet=run_options.quiet)
         return _print_result(run, DONE, options.json, run_options.quiet)
     refuse_if_in_a_job(run)

@@ -16,6 +16,7 @@ from typing import Any
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.extras import need
+from isobatch.core.flags import nearest_hint
 from isobatch.core.measures import format_bytes
 from isobatch.core.terminal import doing, print_answer
 from isobatch.data.text.chat_templates import template_in
@@ -85,8 +86,9 @@ def _wanted(task: Exports, name: str, options: ExportOptions) -> list[str]:
     wanted = [kind.replace("_", "-") for kind in options.to] or usual
     if unknown := [kind for kind in wanted if kind not in forms]:
         bits = unknown[0].removeprefix("onnx-int")
+        known = f"{', '.join(forms.values())}{nearest_hint(unknown[0], forms)}"
         needs = f": `auto --task qat --pruned RUN --bits {bits}` makes such a model" * bits.isdecimal()
-        raise UserError(f"--to {unknown[0]}: this {name} run exports {', '.join(forms.values())}{needs}")
+        raise UserError(f"--to {unknown[0]}: this {name} run exports {known}{needs}")
     for flag, given in (("--repo", options.repo), ("--private", options.private)):
         if given and HUB not in wanted:
             raise UserError(f"{flag}: says where a model is pushed: add --to hub")
@@ -157,7 +159,8 @@ def _card(run: RunFolder, task: Any, card: Path, folder: Path, figures: dict[str
     described, of_final = description_of(task, folder, run.facts), card.read_text(encoding="utf-8")
     if file := figures.get("file"):
         fields = {**described.hub_fields, "library_name": "gguf"}
-        usage = f"llama-cli -m {file}"
+        made = f"ollama create {run.folder.name.lower()} -f {MODELFILE}"
+        usage = made if (folder / MODELFILE).is_file() else f"llama-cli -m {file}"
         described = dataclasses.replace(described, usage=usage, language="sh", hub_fields=fields)
         off = f"{figures['max_weight_difference']:.1e}"
         measured_on = f"before they were written as GGUF, where they differ by at most {off} of the largest"

@@ -95,7 +95,8 @@ def split_words(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
             elif not equals and (_is_flag(after) or (name in SWITCHES and after.lower() not in SWITCH_WORDS)):
                 is_bare, equals, value = True, "=", "True"
             if name in bare:
-                raise UserError(f"{spelling(name)} is given twice: give it once (sets of data: --data a,b)")
+                several = ", as a,b" * (name == "data")
+                raise UserError(f"{spelling(name)} is given twice: give it once{several}")
             bare[name] = is_bare
             word = f"--{name}{equals}{value}"
         written.append(word)

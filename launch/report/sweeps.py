@@ -17,7 +17,7 @@ from isobatch.core.terminal import rendered
 from isobatch.engine.runs.run_folder import SWEEP, RunFolder
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 from isobatch.launch.report.records import placed_rows, save
-from isobatch.launch.report.tables import error_places, format_value, in_markdown, with_error
+from isobatch.launch.report.tables import format_value, in_markdown, with_error
 from isobatch.models.protocols import Drawing
 
 TEST, VALID = HELD_OUT_SPLITS
@@ -83,21 +83,19 @@ def cells_of(found: Mapping[str, Any]) -> list[list[str]]:
     metric, rows, names = found["metric"], found["rows"], searched(found)
     figures = (f"{found['split']} {metric}", "deviation", "n", "failed", "stopped at step")
     lines = [["best", *names, *figures, "run"]]
-    known = [places for row in rows if (places := error_places(row["deviations"].get(metric))) is not None]
-    places = max(known, default=None)
     for row in rows:
         is_best = rows[1:] and found["best"] and row["values"] == found["best"]["values"]
         counts = (len(row["runs"]) - row["failed"], row["failed"] or "", row.get("stopped", ""))
         values = [format_value(row["values"][name]) for name in names]
-        values += [*figures_of(row, metric, places), *map(str, counts), Path(row["runs"][0]).name]
+        values += [*figures_of(row, metric), *map(str, counts), Path(row["runs"][0]).name]
         lines.append(["*" if is_best else "", *values])
     columns = [column for column in zip(*lines, strict=True) if any(column[1:])]
     return list(map(list, zip(*columns, strict=True)))
 
 
-def figures_of(row: Mapping[str, Any], metric: str, places: int | None = None) -> list[str]:
+def figures_of(row: Mapping[str, Any], metric: str) -> list[str]:
     """Mean and deviation of a row, or of the best's test split, as text; empty where it has none."""
-    return with_error(*(row[part].get(metric, "") for part in ("metrics", "deviations")), places)
+    return with_error(*(row[part].get(metric, "") for part in ("metrics", "deviations")))
 
 
 def legend(found: Mapping[str, Any]) -> list[str]:

@@ -75,20 +75,12 @@ def format_value(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def error_places(deviation: Any) -> int | None:
-    """The decimals of a deviation's two significant digits; None where it has none."""
+def with_error(mean: Any, deviation: Any) -> list[str]:
+    """A mean and its deviation as text, to two significant digits of that; six digits where there is none."""
     if not (isinstance(deviation, float) and 0 < deviation < math.inf):
-        return None
-    return max(0, 1 - int(f"{deviation:.1e}".partition("e")[2]))
-
-
-def with_error(mean: Any, deviation: Any, usual: int | None = None) -> list[str]:
-    """A mean and its deviation as text, to two significant digits of that. Where it is 0 or missing: to the
-    `usual` decimals of the table, else six digits.
-    """
-    places = error_places(deviation)
-    places = usual if places is None else places
-    return [format_value(v) if places is None or v == "" else f"{v:.{places}f}" for v in (mean, deviation)]
+        return [format_value(mean), format_value(deviation)]
+    places = max(0, 1 - int(f"{deviation:.1e}".partition("e")[2]))
+    return [f"{mean:.{places}f}", f"{deviation:.{places}f}"]
 
 
 def table_beside(metrics: Mapping[str, Any], task: str) -> tuple[list[list[str]], dict[str, Any]]:

@@ -92,14 +92,10 @@ class Classifier(Task):
 
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A model from scratch has a learning rate of its own; one that reads less limits --max-length."""
+        """A model from scratch has a learning rate of its own."""
         layer = cls.demo if values.get("data", DEMO) == DEMO else cls.defaults
-        name = str(values.get("model", layer["model"]))
-        if name in PRESETS:
-            return {"lr": FROM_SCRATCH / PRESETS[name].get("hidden_size", 768)}
-        most = hub.most_tokens(name, values.get("revision"), saving.max_input_tokens)
-        usual = (cls.fast if values.get("mode") == "fast" else layer).get("max_length", Recipe.max_length)
-        return {"max_length": most} if most and most < usual and "max_length" not in values else {}
+        sizes = PRESETS.get(str(values.get("model", layer["model"])))
+        return {} if sizes is None else {"lr": FROM_SCRATCH / sizes.get("hidden_size", 768)}
 
     @property
     def _model_name(self) -> str:

@@ -185,7 +185,7 @@ def test_the_test_split_compares_all_settings_where_it_is_asked_for_and_chooses_
     assert cells_of(shown) == [
         ["best", "lr", "test loss", "deviation", "n", "run"],
         ["", "1", "0.62", "0.18", "2", "1-0"],
-        ["*", "2", "0.75", "0.00", "2", "2-0"],
+        ["*", "2", "0.75", "0", "2", "2-0"],
     ]
     assert legend(shown)[0] == "best: by valid loss (lower is better)"
     assert not any("of the best alone" in line for line in legend(shown))
@@ -225,7 +225,7 @@ def test_the_tables_are_the_printed_one_for_a_program_and_for_a_text(tmp_path: P
     assert [list(row.values()) for row in rows] == [
         ["*", "1", "0.40", "0.14", "2", "", "1-0"],
         ["", "2", "", "", "2", "", "2-0"],
-        ["", "3", "2.00", "", "1", "4", "3"],
+        ["", "3", "2", "", "1", "4", "3"],
     ]
     marked = (tmp_path / "sweep.md").read_text().splitlines()
     assert marked[0] == "| best | lr | valid a_b% | deviation | n | stopped at step |"
@@ -236,7 +236,7 @@ def test_the_tables_are_the_printed_one_for_a_program_and_for_a_text(tmp_path: P
     assert tex[begin + 1] == r"\toprule"
     assert tex[begin + 2] == r"best & lr & valid a\_b\% & n & stopped at step \\"
     assert tex[begin + 4] == r"* & 1 & 0.40 $\pm$ 0.14 & 2 &  \\"
-    assert tex[-4:-2] == [r" & 2 &  & 2 &  \\", r" & 3 & 2.00 & 1 & 4 \\"]
+    assert tex[-4:-2] == [r" & 2 &  & 2 &  \\", r" & 3 & 2 & 1 & 4 \\"]
     assert all(line.startswith("%") for line in tex[:begin])
 
 
