@@ -42,6 +42,8 @@ FORMATS |= dict.fromkeys((".conll", ".bio", ".iob", ".iob2"), "conll")
 DELIMITERS = {"csv": ",", "tsv": "\t"}
 GZIP = ".gz"
 NOT_UTF8 = "is not UTF-8: save it as CSV UTF-8 in Excel, or convert it (iconv -f cp1252 -t utf-8)"
+NOT_CP1252 = re.compile("\xc3[^\0-\x7f]|\0")
+"""As a letter of UTF-8 or UTF-16 looks in cp1252: such a file has faults, and is not guessed at."""
 SPLITS = {"train": "train", "training": "train", "valid": "valid", "validation": "valid", "val": "valid"}
 SPLITS |= {"dev": "valid", "test": "test"}
 """Words in names -> the split that they mean."""
@@ -233,10 +235,30 @@ def text_cell(row: Mapping[str, Any], column: str, where: str, flag: str = "--te
     return text or ""
 
 
-def is_utf16(file: Path) -> bool:
-    """Whether the file's byte order mark says so."""
+def encoding_of(file: Path) -> str:
+    """utf-16 as a byte order mark says; cp1252 of a table that is not UTF-8 and can be that; else utf-8."""
+    return _encoding(file, file.stat().st_mtime_ns)
+
+
+def encoding_notes(file: Path) -> list[str]:
+    """What the user should know of it."""
+    return [f"{file.name}: is not UTF-8 and is read as Windows-1252"] * (encoding_of(file) == "cp1252")
+
+
+@functools.lru_cache
+def _encoding(file: Path, changed: int) -> str:  # noqa: ARG001  part of the cache's key
     with file.open("rb") as stream:
-        return stream.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+        if stream.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            return "utf-16"
+        if file.suffix.lower() == GZIP or FORMATS.get(_ending(file)) not in DELIMITERS:
+            return "utf-8"
+        try:
+            for _ in codecs.iterdecode(iter(functools.partial(stream.read, 1 << 20), b""), "utf-8"):
+                pass
+        except UnicodeDecodeError:
+            with contextlib.suppress(UnicodeDecodeError):
+                return "utf-8" if NOT_CP1252.search(file.read_text("cp1252")) else "cp1252"
+    return "utf-8"
 
 
 class _Unpacked(gzip.GzipFile):
@@ -250,13 +272,13 @@ class _Unpacked(gzip.GzipFile):
 
 
 def open_utf8(file: Path) -> io.BufferedReader:
-    """A file's bytes in UTF-8, unpacked; converted in memory from UTF-16, or where lines end with CR.
+    """A file's bytes in UTF-8, unpacked; converted in memory from others, or where lines end with CR.
 
     Raises UserError.
     """
     if file.suffix.lower() == GZIP:
         return io.BufferedReader(_Unpacked(file), 1 << 20)
-    if not is_utf16(file):
+    if (encoding := encoding_of(file)) == "utf-8":
         stream = file.open("rb")
         head = stream.peek(1)
         if b"\r" in head and b"\n" not in head and FORMATS.get(_ending(file)) in DELIMITERS:
@@ -264,7 +286,7 @@ def open_utf8(file: Path) -> io.BufferedReader:
                 return io.BufferedReader(io.BytesIO(stream.read().replace(b"\r", b"\n")))
         return stream
     try:
-        return io.BufferedReader(io.BytesIO(file.read_bytes().decode("utf-16").encode()))
+        return io.BufferedReader(io.BytesIO(file.read_bytes().decode(encoding).encode()))
     except UnicodeError as error:
         raise UserError(f"{file}: is not whole UTF-16, as its first bytes say it is: {error}") from None
 
@@ -318,7 +340,9 @@ def shape_of(file: Path, usual: str, numbers: Iterable[str] = ()) -> delimited.S
     """As `delimited.find_shape`; text that is not UTF-8 is passed over until it is read."""
     with open_utf8(file) as stream:
         head = (line.decode("utf-8-sig", "replace") for line in stream)
-        return delimited.find_shape(head, file, usual, numbers)
+        shape = delimited.find_shape(head, file, usual, numbers)
+    shape.notes.extend(encoding_notes(file))
+    return shape
 
 
 def _read_delimited(file: Path, part: SplitFiles) -> Iterator[tuple[str, Mapping[str, Any]]]:

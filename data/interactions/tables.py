@@ -215,7 +215,7 @@ def delimited_table(file: Path, shape: Shape, columns: Mapping[str, str] | None 
         options.use_threads = False  # else an error does not name its row
         quote = '"' if shape.dialect["quoting"] != csv.QUOTE_NONE else False
         parse = arrow.ParseOptions(delimiter=delimiter, quote_char=quote)
-        is_odd = file.suffix.lower() == readers.GZIP or readers.is_utf16(file)
+        is_odd = file.suffix.lower() == readers.GZIP or readers.encoding_of(file) != "utf-8"
         message = "holds no rows: leave it out"
         try:
             for batch in arrow.open_csv(readers.open_utf8(file) if is_odd else file, options, parse, convert):
@@ -315,6 +315,7 @@ def shape_to_stream(file: Path, form: str, columns: Iterable[str | None], known:
     with readers.open_utf8(file) as stream:
         head = [b.decode("utf-8-sig", "replace") for b in itertools.islice(stream, delimited.SAMPLED_LINES)]
     shape = find(head, usual="," if form == "csv" else "\t")
+    shape.notes.extend(readers.encoding_notes(file))
     for gap, what in GAPS.items() if not shape.even else ():
         found = find(["\t".join(line.split(gap.strip() or None)) for line in head], usual="\t")
         if found.even:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+import unicodedata
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from isobatch.launch.local.run_setup import DataOptions, locate_data, open_singl
 SHOWN = 20
 """Most steps of a row that are written out; --json has all."""
 PREVIEW_CHARACTERS = 70
+ROWS_AT_A_TIME = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,20 +31,23 @@ class SeenOptions(DataOptions):
 
     sample: Count | None = None
     """A row of the training data as it was prepared; the first is 0."""
+    text: str | None = None
+    """A part of a row's text, of any split: its letters and digits count, not case, signs or accents."""
     step: Positive | None = None
     """A step, of which the rows are listed; the first is 1."""
     phase: str | None = None
     """The phase of --step; by default the first."""
 
     def __post_init__(self) -> None:
-        if (self.sample is None) == (self.step is None):
-            raise UserError("seen: what shall be looked for? Give --sample ROW or --step N")
+        if [self.sample, self.step, self.text].count(None) != 2:
+            raise UserError("seen: what shall be looked for? Give --sample ROW, --text PART or --step N")
         if self.phase is not None and self.step is None:
-            raise UserError(f"--phase {self.phase}: belongs to --step; --sample says every phase")
+            raise UserError(f"--phase {self.phase}: belongs to --step; the others say every phase")
 
 
 def seen(words: Sequence[str]) -> int:
-    """Usage: seen RUN --sample 1204 | --step 120 [--phase NAME] [--data PATH] [--json]
+    """Usage: seen RUN --sample 1204 | --text "a part of a row" | --step 120 [--phase NAME] [--data PATH]
+    [--json]
 
     Rows are numbered as they were prepared, from 0; steps from 1.
     """
@@ -67,10 +73,13 @@ def answer_question(run: RunFolder, options: SeenOptions) -> dict[str, Any]:
         "steps_done": counted,
     }
     if options.step is None:
-        row = options.sample or 0
-        if row >= order.sampler.count:
+        if (row := options.sample or 0) >= order.sampler.count:
             raise UserError(f"--sample {row}: the last row for training is {order.sampler.count - 1}")
-        return {**answer, "rows": [_rows(order, run, [row])[0] | {"seen": order.sightings(run, [row])[row]}]}
+        rows = _rows(order, run, [row]) if options.text is None else [*_find(order, run, options.text)]
+        seen = order.sightings(run, [one["row"] for one in rows if "split" not in one])
+        for one in rows:
+            one["seen"] = [] if "split" in one else seen[one["row"]]
+        return {**answer, "rows": rows}
     phase, step = options.phase or order.schedules[0].name, options.step
     require_step(order.schedules, phase, step)
     rows_of_step = {
@@ -85,6 +94,23 @@ def _rows(order: RunOrder, run: RunFolder, rows: Sequence[int]) -> list[dict[str
     """Training rows, each with the beginning of its text."""
     described = order.data.describe_rows(run.facts, order.source.fetch(np.array(rows, np.int64)))
     return [{"row": row, "text": shortened(text)} for row, text in zip(rows, described, strict=True)]
+
+
+def _find(order: RunOrder, run: RunFolder, text: str) -> Iterator[dict[str, Any]]:
+    """The rows that hold a text, of training and of held-out splits, with its name."""
+    for split in run.facts.samples:
+        source = order.source if split == "train" else order.data.open(Path(run.facts.folder), split)
+        whose = {} if split == "train" else {"split": split}
+        for start in range(0, len(source), ROWS_AT_A_TIME):
+            rows = np.arange(start, min(start + ROWS_AT_A_TIME, len(source)))
+            for row, held in enumerate(order.data.describe_rows(run.facts, source.fetch(rows)), start):
+                if _letters(text) in _letters(held):
+                    yield {"row": row, "text": shortened(held), **whose}
+
+
+def _letters(text: str) -> str:
+    """What every tokenizer keeps of it: no case, blanks, signs and accents."""
+    return re.sub(r"[\W_]", "", unicodedata.normalize("NFKD", text.casefold()))
 
 
 def shortened(text: str) -> str:

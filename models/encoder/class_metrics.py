@@ -224,6 +224,8 @@ def bootstrap_difference(
 
 def wilson_interval(num_correct: float, count: int) -> list[float]:
     """[low, high]: 95 % confidence interval of a proportion (Wilson 1927)."""
+    if not count:
+        return [0.0, 1.0]
     proportion, z_squared = num_correct / count, Z_95**2
     scale = 1 + z_squared / count
     center = (proportion + z_squared / (2 * count)) / scale

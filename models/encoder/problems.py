@@ -284,7 +284,7 @@ class Classes(OneOfSeveral):
         confusion = np.array(row["confusion"])
         shares, means = class_metrics.class_figures(confusion)
         sizes = [*confusion.sum(1), confusion.sum()]
-        lines = _share_lines([*self.labels, "mean"], sizes, [*shares.T, means])
+        lines = _share_lines([*self.labels, "mean"], sizes, [*shares.T, means], len(self.labels))
         head = ["class", "samples", "precision", "recall", "F1"]
         if len(self.labels) <= MOST_ANSWERS:
             head += [f"answered {answer}" for answer in self.labels]
@@ -355,7 +355,7 @@ class Counted(Problem):
         by_label, means = class_metrics.label_figures(counts, self.absent)
         micro = class_metrics.label_figures(counts.sum(1, keepdims=True)).means
         names, sizes = [*self.kinds, "macro", "micro"], [*counts[1], counts[1].sum(), counts[1].sum()]
-        lines = _share_lines(names, sizes, [*by_label.T, means, micro])
+        lines = _share_lines(names, sizes, [*by_label.T, means, micro], len(self.kinds))
         head = ["label", "there", "precision", "recall", "F1"]
         return ReportTable(f"Labels of {name}", f"{self.title}: of all together.", head, lines)
 
@@ -596,10 +596,17 @@ def _focal(each: Tensor, gamma: float) -> Tensor:
     return each * (-(-each).expm1()).clamp(min=1e-12) ** gamma  # 0 has no slope where gamma < 1
 
 
-def _share_lines(names: Sequence[str], sizes: Sequence[int], shares: Sequence[Any]) -> list[list[str]]:
-    """A line of a table for each: name, samples, precision, recall and F1."""
+def _share_lines(
+    names: Sequence[str], sizes: Sequence[int], shares: Sequence[Any], labels: int
+) -> list[list[str]]:
+    """A line of a table for each: name, samples, precision, recall and F1; the recall of the first `labels`
+    with its interval.
+    """
     rows = zip(names, sizes, shares, strict=True)
-    return [[name, f"{size:,}", *(f"{share:.3f}" for share in of)] for name, size, of in rows]
+    lines = [[name, f"{size:,}", *(f"{share:.3f}" for share in of)] for name, size, of in rows]
+    for line, size, of in zip(lines[:labels], sizes, shares, strict=False):
+        line[3] += " (95 %: {:.2f} to {:.2f})".format(*class_metrics.wilson_interval(of[1] * size, size))
+    return lines
 
 
 def _is_right(evidence: np.ndarray) -> np.ndarray:

@@ -168,11 +168,7 @@ REFUSED: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
     "a day without a header": ({"1.csv": LOG, "2.csv": "a3,b3,7\na4,b4,8\n"}, {}, "the same columns"),
     "an empty day": ({"1.csv": LOG, "2.csv": "\n"}, {}, "2.csv: is empty: leave it out"),
     "a day of a header": ({"1.csv": LOG, "2.csv": "user,item,time\n"}, {}, "2.csv: .*: leave it out"),
-    "ISO-8859-1": (
-        {"log.csv": LOG + "\u00e9,b3,7\n"},
-        {},
-        "is not UTF-8.*iconv -f cp1252 -t utf-8",
-    ),
+    "neither": ({"log.csv": LOG + "\u00e9\x81,b3,7\n"}, {}, "is not UTF-8: save it as "),
     "no end of time": ({"log.csv": LOG + "a3,b3,inf\n"}, {}, "row 3: has no time"),
     "half a Parquet file": ({"log.parquet": "PAR1"}, {}, "is no whole parquet file: .*: fetch it again"),
     "twins": ({"log.csv": "user,item,item\na,b,c\n"}, {}, "two columns .* --item-column 1"),

@@ -140,13 +140,14 @@ def test_of_a_mixture_with_shares(tmp_path: Path, like: bool, fraction: float) -
     chats = order_of(run).sampler.parts[0][0] + 7
     (answer,) = answer_question(run, SeenOptions(sample=chats))["rows"]
     assert "Say 7." in answer["text"]
+    assert answer in answer_question(run, SeenOptions(text="s\u00e1y 7"))["rows"]
 
 
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        ({}, "--sample ROW or --step N"),
-        ({"sample": 1, "step": 2}, "--sample ROW or --step N"),
+        ({}, "--sample ROW, --text PART or --step N"),
+        ({"sample": 1, "step": 2}, "--sample ROW, --text PART or --step N"),
         ({"sample": 1, "phase": "train"}, "--phase train: belongs to --step"),
         ({"sample": 93}, "--sample 93: the last row for training is 92"),
         ({"step": 9}, "--phase train --step 9: this run has train with 8 steps"),
@@ -158,6 +159,24 @@ def test_a_wrong_question_is_one_line(words: dict[str, Any], named: str, tmp_pat
     with pytest.raises(UserError) as error:
         answer_question(run, SeenOptions(**words))
     assert named in str(error.value)
+
+
+@pytest.mark.parametrize("split", ["train", "valid", "none"])
+def test_a_text_is_found_in_whichever_split_has_it(
+    split: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, numbers in (("train", range(40)), ("valid", range(40, 50))):
+        rows = "".join(f"M\u00fcller pays {n} EUR,{'ab'[n % 2]}\n" for n in numbers)
+        (tmp_path / f"{name}.csv").write_text("text,label\n" + rows)
+    small = {"model": "tiny", "vocab_size": 300, "batch_size": 8, "data": str(tmp_path)}
+    run = make_run(tmp_path / "run", "classifier", **small)
+    number = {"train": 17, "valid": 43, "none": 77}[split]
+    assert seen([str(run.folder), "--text", f"Muller PAYS {number}"]) == 0
+    said = capsys.readouterr().out
+    row = {"train": "row 17 was seen ", "valid": "row 3 of valid, held out, was seen 0 times"}
+    assert said.startswith(row.get(split, "no row holds this text"))
+    (found,) = answer_question(run, SeenOptions(text=f"pays {number}"))["rows"] or [{"seen": []}]
+    assert found["seen"] == (order_of(run).sightings(run, [17])[17] if split == "train" else [])
 
 
 def test_a_changed_recipe_is_refused(tmp_path: Path) -> None:

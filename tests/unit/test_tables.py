@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -84,6 +85,34 @@ def test_columns_by_number_eat_no_row(tmp_path: Path, header: str, first: dict[s
     assert rows_of(named, text_column="0", label_column="1") == [{"0": "a", "1": "5"}]
     ambiguous = written(tmp_path, "c.csv", "so it,1\ngoes,2\n")
     assert [row["1"] for row in rows_of(ambiguous, text_column="1")] == ["so it", "goes"]
+
+
+@pytest.mark.parametrize(
+    ("content", "text", "said"),
+    [
+        (
+            "Konto 5 \u20ac, M\u00fcller".encode("cp1252"),
+            "Konto 5 \u20ac, M\u00fcller",
+            "read as Windows-1252",
+        ),
+        ("Konto 5 \u20ac, M\u00fcller".encode(), "Konto 5 \u20ac, M\u00fcller", None),
+        ("M\u00fcller, Stra\u00dfe ".encode() + b"\xfc", None, "iconv -f cp1252"),
+        (b"\x81\xfc", None, "iconv -f cp1252"),
+    ],
+)
+def test_a_table_is_read_in_the_encoding_that_it_has(
+    tmp_path: Path, content: bytes, text: str | None, said: str | None
+) -> None:
+    """And one of mostly whole UTF-8 characters is no other encoding."""
+    file = tmp_path / "a.csv"
+    file.write_bytes(b'text,label\n"' + content + b'",a\n')
+    if text is None:
+        with pytest.raises(UserError, match=str(said)):
+            rows_of(file)
+        return
+    assert rows_of(file) == [{"text": text, "label": "a"}]
+    notes = readers.table_notes(readers.find_splits(file, None))
+    assert [bool(re.search(str(said), note)) for note in notes] == [True] * (said is not None)
 
 
 def labels_in(file: Path) -> list[Label]:
