@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from isobatch.benchmarks.gpu.roofline import FREE, WAITS, tensors_in
@@ -69,8 +70,10 @@ class Kernels(TorchDispatchMode):
 def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("models")
     build(str(folder))
+    AcceleratorState._reset_state()  # noqa: SLF001  a process has one, and other tests' is in fp32
     with small_demos(folder / "cache"):
         yield folder
+    AcceleratorState._reset_state()  # noqa: SLF001
 
 
 @pytest.mark.parametrize("workload", FLAGS)

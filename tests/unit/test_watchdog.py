@@ -15,6 +15,7 @@ from torch import nn
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import StopRequestedError
+from isobatch.engine.distributed import communicator
 from isobatch.engine.distributed.communicator import Communicator
 from isobatch.engine.distributed.liveness import Watchdog
 
@@ -164,6 +165,12 @@ class Recorded(Communicator):
         ):
             monkeypatch.setattr(torch.distributed, name, self.record(name))
         monkeypatch.setattr(torch.distributed, "all_gather", self.record("all_gather", self.fill))
+        self._meshes: Any = {}
+        self._hang_timeout = 60
+        groups = self.record("new_subgroups_by_enumeration", lambda ranks, _: (ranks, None))
+        monkeypatch.setattr(torch.distributed, "new_subgroups_by_enumeration", groups)
+        monkeypatch.setattr(self, "form_group", lambda: None)
+        monkeypatch.setattr(communicator, "DeviceMesh", SimpleNamespace(from_group=lambda *_, **__: None))
         monkeypatch.setattr(nn.parallel, "DistributedDataParallel", self.record("DistributedDataParallel"))
         for name in ("tolist", "item"):  # on a GPU the host waits here
             monkeypatch.setattr(torch.Tensor, name, self.record(name, getattr(torch.Tensor, name)))
@@ -205,10 +212,11 @@ COLLECTIVES: dict[str, Any] = {
     "gather_objects": lambda world: world.gather_objects(1),
     "broadcast_object": lambda world: world.broadcast_object(1),
     "barrier": lambda world: world.barrier(),
+    "device_mesh": lambda world: world.device_mesh(2),
 }
 NO_COLLECTIVES = {
     *("mark_progress", "waiting_for", "waiting", "store", "is_main", "close", "exit_process", "recorder"),
-    *("node", "nodes", "autocast", "barred"),
+    *("node", "nodes", "autocast", "barred", "form_group"),  # a group of one process
 }
 
 
