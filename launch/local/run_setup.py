@@ -117,7 +117,8 @@ def prepare_facts(request: Request) -> Facts:
     doing("looking for the model")
     task.fetch()
     if request.recipe.patience and "valid" not in facts.samples:
-        raise UserError(f"--patience {request.recipe.patience}: the data has no valid split: leave it out")
+        way = "--patience 0, and --steps as many as were best where it had one"
+        raise UserError(f"--patience {request.recipe.patience}: the data has no valid split: {way}")
     return facts
 
 
