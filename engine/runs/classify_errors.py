@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -34,6 +35,11 @@ def classify(error: BaseException) -> errors.IsobatchError | None:
         return errors.UserError(
             f"{str(error.filename)[:80]}...: is too long for a file's name: take a shorter one"
         )
+    if isinstance(error, FileNotFoundError | PermissionError):
+        # safetensors has no file's name, and says of what may not be read that it is not there
+        file = str(error.filename or str(error).removeprefix("No such file or directory: "))
+        if os.path.lexists(file) and not os.access(file, os.R_OK):
+            return errors.UserError(f"{file}: Permission denied: it must be readable (chmod a+r)")
     if any(words in str(error) for words in _WEIGHTS):
         frames = (frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__))
         model = next(filter(None, (f.get("pretrained_model_name_or_path") for f in frames)), "the model")

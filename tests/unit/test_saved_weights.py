@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import date
 from typing import TYPE_CHECKING
 
@@ -34,3 +35,18 @@ def test_weights_that_are_not_read_are_one_line(how: str, tmp_path: Path) -> Non
     assert isinstance(error, UserError)
     assert str(tmp_path) in str(error)
     assert "weights_only" not in str(error)
+
+
+@pytest.mark.parametrize("said", ["No such file or directory: {}", ""])
+def test_weights_that_a_user_may_not_read_are_one_line(
+    said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """safetensors says that they are not there; torch's file has its name."""
+    file = tmp_path / "weights"
+    file.touch()
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may read everything
+    denied = (
+        FileNotFoundError(said.format(file)) if said else PermissionError(13, "Permission denied", str(file))
+    )
+    assert str(classify(denied)) == f"{file}: Permission denied: it must be readable (chmod a+r)"
+    assert classify(FileNotFoundError(f"No such file or directory: {file}.none")) is None
