@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from isobatch.engine.verification.replay import Replay
 
 T = TypeVar("T")
-Measured = tuple[dict[str, dict[str, Any]], Mapping[str, Any]]
-"""Split or task -> its metrics; and the row of evaluations.jsonl, empty for the run's own data."""
+Measured = tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]
+"""Split or task -> its metrics; and the rows of evaluations.jsonl, none for the run's own data."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,8 +69,8 @@ def evaluate(words: Sequence[str]) -> int:
         raise UserError(f"--limit {options.limit}: is for --lm-eval")
     metrics, kept = _ask_harness(run, options) if options.lm_eval else _measure_samples(run, options, form)
     try:
-        if kept:
-            run.keep_evaluation(kept)
+        for row in kept:
+            run.keep_evaluation(row)
     except UserError as error:  # its folder cannot be written: the figures are only printed
         print_lines(f"not kept: {error}")
     lines = (": ".join((name, format_metrics(found, ".6g", "\n  "))) for name, found in metrics.items())
@@ -100,10 +100,12 @@ def _measure_samples(run: RunFolder, options: EvaluateOptions, form: Path | None
     unfinished = "" if run.status() == "done" else f"; the run is not finished ({run.status()})"
     print_lines(str(form) if form else f"{run.folder}: checkpoint {checkpoint}{unfinished}")
     if not options.test:
-        return metrics, {}
+        return metrics, []
     row = {"data": options.test, "digest": file_hash(Path(options.test).expanduser())}
     row |= {"form": str(form.resolve().relative_to(run.folder.resolve()))} if form else {}
-    return metrics, {**row, "checkpoint": checkpoint, "metrics": metrics[splits[0]]}
+    names = [options.test, *splits[1:]]  # of the file, and without its rows of training
+    kept = zip(names, metrics.values(), strict=True)
+    return metrics, [{**row, "data": name, "checkpoint": checkpoint, "metrics": one} for name, one in kept]
 
 
 def replay_trained(
@@ -161,7 +163,7 @@ def _ask_harness(run: RunFolder, options: EvaluateOptions) -> Measured:
         name: {key.removesuffix(",none"): v for key, v in figures.items() if isinstance(v, int | float)}
         for name, figures in found["results"].items()
     }
-    return metrics, {"lm_eval": names, "limit": options.limit, "metrics": metrics}
+    return metrics, [{"lm_eval": names, "limit": options.limit, "metrics": metrics}]
 
 
 def _hold_out(replay: Replay, file: str, folder: Path) -> list[str]:

@@ -11,6 +11,7 @@ import pytest
 from isobatch.core.extras import has
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.report.page import write_report
+from isobatch.launch.report.records import later_evaluations
 from isobatch.tests.integration.helpers import launch, run_code, succeed
 from isobatch.tests.tiny_models import WORDS
 
@@ -138,6 +139,11 @@ def test_files_of_another_kind_are_refused_in_a_sentence(tmp_path: Path) -> None
     assert f"{trained} of 48 rows are in the run's train data too" in done.stderr
     whole, new = json.loads(done.stdout).values()
     assert (whole["samples"], new["samples"]) == (48, 48 - trained)
+    heads = later_evaluations(RunFolder.open(tmp_path / "runs/run"))[0]
+    assert [head.partition(", ")[0] for head in heads[1:]] == [
+        f"texts.csv without these {trained}",
+        "texts.csv",
+    ]
 
 
 TASK = """
