@@ -7,6 +7,7 @@ files and are memory-mapped: processes share the pages, and a corpus may be larg
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 from abc import ABC, abstractmethod
@@ -365,14 +366,16 @@ def in_train(test: Path, train: Path) -> np.ndarray:
     names = {"tokens"} & both or {name for name in known if not name.endswith(WEIGHT)}
     if not names <= both:
         return np.zeros(count_rows(columns), bool)
-    rows, of_train = (zip(*(_row_bytes(of[n]) for n in names), strict=True) for of in (columns, known))
-    seen = {*of_train}
-    return np.array([row in seen for row in rows], bool)
+    tested, of_train = (zip(*(_row_bytes(of[n]) for n in names), strict=True) for of in (columns, known))
+    rows = [*tested]
+    again = {*rows}.intersection(of_train)  # training data is passed over once, and none of it is kept
+    return np.array([row in again for row in rows], bool)
 
 
 def _row_bytes(column: Column) -> Iterator[bytes]:
-    rows = np.split(column.values, column.offsets[1:-1]) if isinstance(column, Ragged) else np.asarray(column)
-    return (row.tobytes() for row in rows)
+    if isinstance(column, Ragged):
+        return (column.values[a:b].tobytes() for a, b in itertools.pairwise(column.offsets.tolist()))
+    return (row.tobytes() for row in np.asarray(column))
 
 
 def _open_array(file: Path, size: int) -> np.ndarray:

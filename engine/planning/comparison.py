@@ -10,6 +10,7 @@ from typing import Any
 
 from isobatch.core.errors import UserError
 from isobatch.core.measures import format_duration, gigabytes, wrapped
+from isobatch.core.strategies import traits_of
 from isobatch.core.terminal import columns, fitted, rendered, table
 from isobatch.engine.planning.choices import fixed_loader_settings
 from isobatch.engine.planning.estimate import Estimate, Target, estimate
@@ -129,8 +130,8 @@ def six_lines(found: Estimate, deadline: float | None = None) -> str:
     most = min(plan.micro_batch_samples, max(1, plan.micro_batch_tokens // longest), share)
     count = math.ceil(share / most)
     template, shown = Path(__file__).with_name("plan.jinja"), {"plan": plan, "count": count, "busy": BUSY}
-    each = math.ceil(share / count)
-    return fitted(rendered(template, found=found, deadline=deadline, each=each, **shown, **WRITTEN))
+    shown |= {"each": math.ceil(share / count), "offloads": traits_of(plan.strategy).offloads}
+    return fitted(rendered(template, found=found, deadline=deadline, **shown, **WRITTEN))
 
 
 def reasons(found: Estimate) -> str:
