@@ -380,7 +380,7 @@ def add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
 def softmax_errors(logits: Tensor, targets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(n, V) logits, (n, 1) targets -> sum of -log p in fp32, and (n, V) softmax - one-hot in `dtype`.
 
-    The logits may be overwritten. On a GPU one kernel reads them twice and writes once; elsewhere there are
+    The logits may be overwritten. On a GPU one kernel reads and writes them once; elsewhere there are
     four passes in place.
     """
     return (_fused_errors if logits.is_cuda else _errors_in_place)(logits, targets, dtype)

@@ -1,19 +1,19 @@
-"""Softmax minus one-hot of a head's logits as one Triton kernel: it reads the logits twice and writes once.
+"""Softmax minus one-hot of a head's logits as one Triton kernel, which reads and writes a card's memory once.
 
-Sums are in fp32 whatever the logits are in: the running maximum and sum of Milakov & Gimelshein 2018.
+It reads a row twice, the second time from the card's cache. Sums are in fp32 whatever the logits are in: the
+running maximum and sum of Milakov & Gimelshein 2018.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 4096
-"""Columns that a program of the kernel holds at a time; a row of 50,000 logits stays in the card's cache."""
+BLOCK, WARPS = 8192, 32
+"""Columns that a program of the kernel holds at a time, and its warps: two programs fill a multiprocessor, so
+that an H100 has 264 rows at work. Of 50,304 logits in 16 bits these are 27 MB, and its cache has 50."""
 
 
 def softmax_errors(logits: Tensor, targets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -23,12 +23,19 @@ def softmax_errors(logits: Tensor, targets: Tensor, dtype: torch.dtype) -> tuple
     """
     losses = torch.empty(len(logits), device=logits.device)
     errors = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
-    _one_row[(len(logits),)](logits, targets, losses, errors, logits.shape[1], BLOCK=BLOCK, num_warps=8)
+    _one_row[(len(logits),)](logits, targets, losses, errors, logits.shape[1], BLOCK=BLOCK, num_warps=WARPS)
     return losses.sum(), errors
 
 
 @triton.jit
-def _one_row(logits: Any, targets: Any, losses: Any, errors: Any, width: Any, BLOCK: tl.constexpr) -> None:
+def _one_row(
+    logits: tl.tensor,
+    targets: tl.tensor,
+    losses: tl.tensor,
+    errors: tl.tensor,
+    width: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets + row)
     logits += row * width
@@ -37,7 +44,8 @@ def _one_row(logits: Any, targets: Any, losses: Any, errors: Any, width: Any, BL
     most, total = float("-inf"), 0.0
     for start in range(0, width, BLOCK):
         columns = start + tl.arange(0, BLOCK)
-        x = tl.load(logits + columns, mask=columns < width, other=float("-inf")).to(tl.float32)
+        x = tl.load(logits + columns, columns < width, float("-inf"), eviction_policy="evict_last")
+        x = x.to(tl.float32)
         larger = tl.maximum(most, tl.max(x, 0))
         total = total * tl.exp(most - larger) + tl.sum(tl.exp(x - larger), 0)
         most = larger
@@ -45,6 +53,7 @@ def _one_row(logits: Any, targets: Any, losses: Any, errors: Any, width: Any, BL
     tl.store(losses + row, log_sum - of_target)
     for start in range(0, width, BLOCK):
         columns = start + tl.arange(0, BLOCK)
-        x = tl.load(logits + columns, mask=columns < width, other=float("-inf")).to(tl.float32)
+        x = tl.load(logits + columns, columns < width, float("-inf"), eviction_policy="evict_first")
+        x = x.to(tl.float32)
         error = tl.exp(x - log_sum) - (columns == target).to(tl.float32)
         tl.store(errors + columns, error.to(errors.dtype.element_ty), mask=columns < width)
