@@ -137,7 +137,7 @@ def disk_full(path: str | Path, error: BaseException, needed: int = 0) -> DiskFu
     free, takes = format_bytes(shutil.disk_usage(folder).free), f", it takes {format_bytes(needed)}"
     reason = getattr(error, "strerror", None) or "No space left on device"
     said = f"cannot write {path}: {reason} ({free} are free there{takes if needed else ''})"
-    return DiskFullError(f"{said}; make some, then go on with `resume`")
+    return DiskFullError(f"{said}; make space, then go on with `resume`")
 
 
 @contextlib.contextmanager

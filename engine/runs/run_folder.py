@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from isobatch.core import atomic_files
-from isobatch.core.errors import UserError
+from isobatch.core.errors import BUG, WRONG_INPUT, UserError
 from isobatch.core.facts import Facts
 from isobatch.core.flags import build_options, flags_of, nearest, options_to_dict, value_text
 from isobatch.core.plan import Plan
 from isobatch.core.recipe import Recipe, differing
-from isobatch.engine.checkpointing.digests import bytes_digest
+from isobatch.engine.checkpointing.digests import bytes_digest, file_digest
 from isobatch.engine.runs.log_reader import newest_rows
 from isobatch.engine.runs.run_options import RunOptions
 
@@ -238,6 +238,20 @@ class RunFolder:
         run = str(self.folder.resolve())
         return {"run": run, "checkpoint": name, "digest": bytes_digest(checksums)}
 
+    def changed_export(self, only_later: bool = False) -> list[str]:
+        """Files of final/ that are not there as the run wrote them, by its log: changed, added or gone.
+
+        `only_later`: those alone are read that changed after the log; where nobody touched a run, none.
+        """
+        rows = newest_rows(self.metrics)
+        written = next((row["final"] for row in reversed(rows) if isinstance(row.get("final"), dict)), None)
+        if written is None:
+            return []
+        since = self.metrics.stat().st_mtime if only_later else 0.0
+        there = {p.relative_to(self.final).as_posix(): p for p in self.final.rglob("*") if p.is_file()}
+        same = {n for n, p in there.items() if p.stat().st_ctime < since or file_digest(p) == written.get(n)}
+        return sorted({*there, *written} - same)
+
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         atomic_files.write_json(self.folder / "summary.json", summary)
 
@@ -272,6 +286,8 @@ class RunFolder:
         if not self.has_verdict():
             record = {"nonce": os.environ.get(NONCE, ""), **dataclasses.asdict(verdict)}
             atomic_files.write_json(self.folder / "exit.json", record)
+            if verdict.code in (BUG, WRONG_INPUT):  # of others it is said where another attempt is made
+                self.mark_failed(verdict.reason)
 
     def has_verdict(self) -> bool:
         """Whether a process of the current launch has written exit.json."""

@@ -18,7 +18,6 @@ from isobatch.core.measures import format_bytes, printable, wait_for
 from isobatch.core.number_ranges import Positive
 from isobatch.core.terminal import doing, format_metrics, print_answer, print_lines, rendered
 from isobatch.engine import consent
-from isobatch.engine.checkpointing.digests import folder_digests
 from isobatch.engine.runs.log_reader import newest_rows
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.summary import changed_fields
@@ -209,8 +208,7 @@ def describe_run(run: RunFolder) -> dict[str, Any]:
     asked = consent.asks(recipe, run.folder, options)
     unknown = asked.pop(consent.CODE, ())
     end: dict[str, Any] = next((row for row in reversed(newest_rows(run.metrics)) if "final" in row), {})
-    logged, files = (part if isinstance(part := end.get(n), dict) else {} for n in ("summary", "final"))
-    there = folder_digests(run.final) if files else {}
+    logged = found if isinstance(found := end.get("summary"), dict) else {}
     return {
         **{"folder": str(run.folder), "task": recipe.task, "status": run.status()},
         **{"hash": recipe.hash(), "recorded_hash": run.recorded_hash, "recipe": recipe.to_dict()},
@@ -218,7 +216,7 @@ def describe_run(run: RunFolder) -> dict[str, Any]:
         "split": str(summary.get("split") or "no split"),
         "metrics": metrics_of(summary),
         "changed": changed_fields(summary, logged) if logged else [],
-        "added": [name for name, digest in there.items() if files.get(name) != digest],
+        "added": run.changed_export(),
         "code": [{"file": f, "sha256": code[f], "agreed": f not in unknown} for f in code],
         "reads": {**dict(consent.places(recipe)), "prepared data": run.facts.folder}
         | ({"base of final/": base} if base else {}),

@@ -16,7 +16,6 @@ from typing import Any
 from isobatch.core.errors import DONE, FAILED, TrainingError, UserError, WorkerLostError, first_line
 from isobatch.core.measures import printable
 from isobatch.core.terminal import print_answer
-from isobatch.engine.checkpointing.digests import folder_digests
 from isobatch.engine.runs.classify_errors import classify
 from isobatch.engine.runs.log_reader import damaged_rows, newest_rows
 from isobatch.engine.runs.run_folder import RunFolder, no_run, refuse_links
@@ -30,7 +29,6 @@ TRACES = ("recipe.json", "metrics.jsonl", "checkpoints", "launcher.log", "plan.j
 """Files by which a damaged run is still known as one."""
 DAMAGE = (UserError, TrainingError, TypeError, KeyError, ValueError, AttributeError, IndexError, OSError)
 """What reading damaged records may raise."""
-UNWRITTEN = "how it ended nobody wrote: killed, or the machine went down"
 TAIL_BYTES = 1 << 16
 ERROR = re.compile(
     r"^(?:\S*rank(?P<rank>\d+)\]?:?\s*)?(?P<error>[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit)\b: .+"
@@ -85,11 +83,8 @@ def check_records(run: RunFolder) -> Iterator[Check]:
             read()
         except DAMAGE as error:
             damaged[record] = f"cannot be read: {first_line(error)[:200]}"
-    written = [row["final"] for row in newest_rows(run.metrics) if "final" in row]
-    if written and run.status_or_none() == "done":
-        found = folder_digests(run.final)
-        lost = ", ".join(sorted(name for name in written[-1] if found.get(name) != written[-1][name]))
-        damaged |= {"final/": f"{lost} is missing or changed"} if lost else {}
+    if run.status_or_none() == "done" and (changed := ", ".join(run.changed_export())):
+        damaged["final/"] = f"{changed}: missing, changed or added since the run wrote it"
     for record, text in damaged.items():
         yield broken(record, text, "copy it from where the run came from; plan and summary are written anew")
     if not damaged:
@@ -100,17 +95,21 @@ def check_state(run: RunFolder) -> Check:
     """What the run does or came to, and how far it is."""
     seen = look(run.folder)
     done = f"step {seen.step or 0} of {seen.total or '?'}"
+    reason = str((run.summary() or {}).get("reason") or "no reason was written")
     if seen.state == "failed":
-        reason = str((run.summary() or {}).get("reason") or "no reason was written")
-        known = next(way for word, way in REMEDIES["failed"].items() if word in reason.lower())
-        return broken("state", f"failed at {done}: {reason}", known.format(run.folder))
-    resume = f"isobatch resume {run.folder}"
+        verdict = run.read_exit()
+        code = verdict.code if verdict and verdict.reason == reason else ""
+        kind = REMEDIES["kinds"].get(str(code), "")
+        known = next(way for word, way in REMEDIES["failed"].items() if word in f"{kind}{reason}".lower())
+        return broken("state", f"failed at {done}: {kind}{reason}", known.format(run.folder))
     if seen.state == "unfinished":
-        how = f"job {seen.job.job} {seen.job}" if seen.job.job else UNWRITTEN
-        return warning("state", f"{done}; {how}", resume)
+        ended = REMEDIES["ended"]
+        why, way = ended.get(seen.job.state, ended["any"])
+        job = f"job {seen.job.job} {seen.job}; " if seen.job.job else ""
+        return warning("state", f"{done}; {job}{why}", way.format(run.folder))
     if seen.state == "unknown":
         return warning("state", f"{done}; Slurm does not answer whether it runs", "scontrol ping")
-    saved = f", saved; `{resume}` goes on" if seen.state == "stopped" else ""
+    saved = f", saved ({reason}); `isobatch resume {run.folder}` goes on" if seen.state == "stopped" else ""
     return ok("state", f"{seen.state}, {done}{saved}")
 
 

@@ -96,7 +96,7 @@ def find_or_train(
         run.refuse_if_training()
         run_setup.store_plan(run, plan)
         verdict = launch_run(run, request.run, owns_process)
-    if is_new and verdict.code == WRONG_INPUT and run.status() == "unfinished" and not run.metrics.exists():
+    if is_new and verdict.code == WRONG_INPUT and not run.metrics.exists():
         shutil.rmtree(run.folder)  # refused before a step: its name is free again
     return run, verdict
 
@@ -156,18 +156,22 @@ def _verdict_of(run: RunFolder, verdict: Verdict | None) -> Verdict:
     log = run.folder / "launcher.log"
     said = log.read_text(errors="replace")[-LOG_TAIL_CHARACTERS:] if log.exists() else ""
     if verdict is None:
-        dead = re.findall(r"rank\s*: (\d+) .*\n\s*exitcode\s*: -(\d+)", said.rpartition("Root Cause")[2])
+        dead = re.findall(r"rank\s*: (\d+) .*\n\s*exitcode\s*: (-?\d+)", said.rpartition("Root Cause")[2])
+        rank, code = dead[-1] if dead else ("", "")
         if shutil.disk_usage(run.folder).free <= 2**16:
             full = disk_full(run.folder / "exit.json", RuntimeError("No space left on device"))
             verdict = Verdict(FAILED, str(full), errors.DiskFullError.cause)
-        elif dead:
-            reason = "rank {} was ended by signal {}".format(*dead[-1])
+        elif code.startswith("-"):
+            reason = f"rank {rank} was ended by signal {code[1:]}"
             verdict = Verdict(FAILED, reason, errors.WorkerLostError.cause)
-        if verdict is not None:
-            print_lines(f"isobatch: {verdict.reason}")
-    if verdict is None or verdict.code == BUG:
+        else:
+            how = f"rank {rank} ended with exit code {code} and" if dead else "every process ended and"
+            verdict = Verdict(BUG, f"{how} left no reason: see launcher.log of the run")
+            run.write_exit(verdict)
+        print_lines(f"isobatch: {verdict.reason}")
+    if verdict.code == BUG:
         sys.stderr.write(said)
-    return verdict or Verdict(BUG, "no process left a verdict")
+    return verdict
 
 
 def _log_restart(run: RunFolder, decision: str, reason: str, change: str) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from isobatch.core.errors import BUG, DONE, FAILED, STOPPED, WRONG_INPUT, UserCodeError, UserError
+from isobatch.core.errors import BUG, DONE, FAILED, STOPPED, WRONG_INPUT, UserCodeError, UserError, first_line
 from isobatch.core.extras import has
 from isobatch.core.package import own_command
 from isobatch.core.terminal import LINE_MARK, RELAY_VARIABLE, Console, doing, print_lines, start_status
@@ -64,11 +64,11 @@ def train_run(run: RunFolder, options: RunOptions, owns_process: bool = True) ->
         from isobatch.engine.distributed.communicator import Communicator
 
         world = Communicator(run.plan, options.hang_timeout, options.tracker, str(run.folder))
-        verdict: Verdict | None = Verdict(BUG, "a bug: see the traceback")
+        verdict: Verdict | None = None  # after a second Ctrl-C: who asked for the first knows it
         try:
             verdict = _train(run, options, world, owns_process)
-        except KeyboardInterrupt:  # a second one: who asked for the first knows the verdict
-            verdict = None
+        except Exception as bug:
+            verdict = Verdict(BUG, f"a traceback, whose last line is {type(bug).__name__}: {first_line(bug)}")
             raise
         finally:
             if verdict and (main or verdict.code not in (DONE, STOPPED)):

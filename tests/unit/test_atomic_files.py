@@ -100,7 +100,7 @@ def test_a_full_disk_is_a_failure_that_space_mends(error: Exception, tmp_path: P
     assert said.startswith(
         f"cannot write {tmp_path}/a/b: {getattr(error, 'strerror', None) or FULL[0].strerror} ("
     )
-    assert "are free there, it takes 12 KB); make some, then go on with `resume`" in said
+    assert "are free there, it takes 12 KB); make space, then go on with `resume`" in said
     for found in (raised.value, classify(error)):
         assert found is not None
         assert (found.exit_code, found.cause) == (FAILED, DiskFullError.cause)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from isobatch.core import atomic_files
-from isobatch.core.errors import UserError
+from isobatch.core.errors import BUG, WRONG_INPUT, UserError
 from isobatch.engine.checkpointing.digests import folder_digests
-from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.engine.runs.run_folder import RunFolder, Verdict
 from isobatch.launch.doctor import run_checks
 from isobatch.launch.doctor.run_checks import check_ranks, describe_ranks, doctor
 from isobatch.tests.unit.fake_slurm import queued
@@ -57,7 +57,7 @@ def test_a_finished_runs_model_is_what_the_run_wrote(how: str, tmp_path: Path) -
     if how == "whole":
         assert "final/" not in found
     else:
-        assert found["final/"].text == "model.safetensors is missing or changed"
+        assert found["final/"].text == "model.safetensors: missing, changed or added since the run wrote it"
 
 
 @pytest.mark.parametrize("after", ["", "job 7, leg 1: n1, from the beginning\n"])
@@ -87,6 +87,37 @@ def test_why_a_run_failed(reason: str, remedy: str, tmp_path: Path) -> None:
     assert (found["state"].state, reason in found["state"].text) == ("broken", True)
     assert remedy in found["state"].remedy
     assert "{}" not in found["state"].remedy
+
+
+@pytest.mark.parametrize(
+    ("verdict", "said", "remedy"),
+    [
+        (
+            Verdict(BUG, "a traceback, whose last line is KeyError: 'x'"),
+            "a bug (exit code 1): a tra",
+            "report",
+        ),
+        (Verdict(WRONG_INPUT, "--data x: is gone"), "wrong input (exit code 2): --data", "mend the words"),
+    ],
+)
+def test_an_end_that_nothing_repeats_has_its_reason(
+    verdict: Verdict, said: str, remedy: str, tmp_path: Path
+) -> None:
+    run = run_of(tmp_path)
+    run.write_exit(verdict)
+    assert (run.status(), (run.summary() or {})["reason"]) == ("failed", verdict.reason)
+    state = found_in(run)["state"]
+    assert (said in state.text, remedy in state.remedy) == (True, True), state
+
+
+@pytest.mark.parametrize("state", [state for state in run_checks.REMEDIES["ended"] if state != "any"])
+def test_what_ended_a_job_that_wrote_nothing_is_told_apart(state: str, tmp_path: Path, slurm: Slurm) -> None:
+    slurm(squeue=queued("7", state))
+    told = found_in(run_of(tmp_path, job="7"))["state"]
+    why, _ = run_checks.REMEDIES["ended"][state]
+    assert f"job 7 {state}; {why}" in told.text
+    assert "how it ended nobody wrote" not in told.text
+    assert f"isobatch resume {tmp_path}/r" in told.remedy
 
 
 def test_a_killed_run_is_as_far_as_its_last_checkpoint(tmp_path: Path) -> None:

@@ -200,11 +200,11 @@ class Slurm(Cluster):
         """Wait for the end of the step; repeat a stop until it ends: srun may not be ready for the first."""
         last_sent = last_read = time.monotonic() - REPEAT_SIGNAL_SECONDS
         ended: float | None = None
-        while step.runs:
+        while step.poll() is None:
             now = time.monotonic()
             self._stop_where_it_is_time(run)
             if self.stop.requested and now - last_sent >= REPEAT_SIGNAL_SECONDS:
-                step.signal(signal.SIGUSR1)
+                step.send_signal(signal.SIGUSR1)
                 last_sent = now
             if ended is None and now - last_read >= REPEAT_SIGNAL_SECONDS:
                 last_read, ended = now, now if run.read_exit(nonce) else None
@@ -238,7 +238,7 @@ class Slurm(Cluster):
         is_lost = verdict is None or is_stopped or verdict.cause == WorkerLostError.cause
         if is_lost and (why := self._loss(step.said())):
             return why
-        if verdict is None and step.was_killed:
+        if verdict is None and (step.poll() or 0) < 0:
             return Verdict(FAILED, "srun was ended by a signal", WorkerLostError.cause)
         if is_stopped:
             # srun where it loses a launcher; Slurm, which repeats the signals that a lost node has missed.

@@ -38,46 +38,36 @@ NOT_CREATED = r"^srun: (?:error: )?((?:unrecognized|invalid) option.*|Unable to 
 REFUSED = r"^isobatch: (\S+ does not see .+)$"
 
 
-class Step:
-    """A running srun. What it and its nodes say is printed, and its last lines are kept."""
+class Step(subprocess.Popen[bytes]):
+    """A running srun. What it and its nodes say is printed, and its last lines are kept.
+
+    srun forwards SIGUSR1 to every process of the step; at SIGTERM and SIGINT it ends the step.
+    """
 
     def __init__(self, command: Sequence[str]) -> None:
-        self._process = subprocess.Popen(command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL)
+        super().__init__(command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL)
         self._lines: deque[str] = deque(maxlen=LINES_KEPT)
         self._relay = threading.Thread(target=self._print_lines, daemon=True)
         self._relay.start()
 
     def _print_lines(self) -> None:
-        assert self._process.stderr is not None
-        for line in self._process.stderr:
+        assert self.stderr is not None
+        for line in self.stderr:
             self._lines.append(line.decode(errors="replace"))
             sys.stderr.write(self._lines[-1])
             sys.stderr.flush()
 
-    @property
-    def runs(self) -> bool:
-        return self._process.poll() is None
-
-    @property
-    def was_killed(self) -> bool:
-        """Whether a signal from outside ended srun itself."""
-        return (self._process.poll() or 0) < 0
-
-    def signal(self, number: int) -> None:
-        """srun forwards SIGUSR1 to every process of the step; at SIGTERM and SIGINT it ends the step."""
-        self._process.send_signal(number)
-
     def end(self) -> None:
         """End a step whose srun waits for a node that is gone."""
-        self._process.terminate()
+        self.terminate()
         try:
-            self._process.wait(END_SECONDS)
+            self.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            self.kill()
 
     def said(self) -> str:
         """The last lines of a step that has ended."""
-        self._process.wait()
+        self.wait()
         self._relay.join(timeout=5)
         return "".join(self._lines)
 
