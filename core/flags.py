@@ -105,8 +105,8 @@ class Flag:
 
 
 def spelling(name: str) -> str:
-    """A flag as it is typed: `--batch-size`."""
-    return "--" + name.replace("_", "-")
+    """A flag as it is typed: `--batch-size`; of one letter, as other tools have them, `-n`."""
+    return ("--" if name[1:] else "-") + name.replace("_", "-")
 
 
 def _flags_of(options: type) -> dict[str, Flag]:

@@ -28,12 +28,20 @@ from isobatch.engine.runs.run_folder import no_run
 _TABLES = tomllib.loads(Path(__file__).with_name("other_tools.toml").read_text(encoding="utf-8"))
 SYNONYMS: dict[str, str] = {word: ours for ours, words in _TABLES["names"].items() for word in words.split()}
 """Names in other tools -> our flag, which takes the same values."""
-WORDS: dict[str, dict[str, str]] = {
-    word: rule if isinstance(rule, dict) else {"any": rule}
-    for words, rule in _TABLES["words"].items()
-    for word in words.split()
-}
+
+
+def _rules(table: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    return {
+        word: rule if isinstance(rule, dict) else {"any": rule}
+        for words, rule in table.items()
+        for word in words.split()
+    }
+
+
+WORDS = _rules(_TABLES["words"])
 """Word -> form of its value -> what it is here, see other_tools.toml."""
+OF_CLUSTERS = {flag: _rules(table) for flag, table in _TABLES["of_clusters"].items()}
+"""A flag of one cluster's command alone -> as WORDS, for that command."""
 VALUES: dict[str, dict[str, str]] = _TABLES["values"]
 GIVE_WAY: list[str] = _TABLES["give_way"]["words"].split()
 LEFT: dict[str, str] = _TABLES["left"]
@@ -94,12 +102,16 @@ def translate(flags: Mapping[str, str], own: Collection[str]) -> Translation:
 
 def _meaning(word: str, value: str, own: Collection[str]) -> tuple[dict[str, str], str]:
     """(flags that a word with its value sets, what the user reads of it). Raises UserError."""
-    is_foreign = word not in own and word in WORDS
+    if isinstance(value, BareValue) and re.fullmatch(r"[A-Za-z][\d:]+", word):  # -N2
+        word, value = word[0], word[1:]
+    rules = WORDS | next((words for flag, words in OF_CLUSTERS.items() if flag in own), {})
+    is_foreign = word not in own and word in rules
     synonym = SYNONYMS.get(word, word)
     names = (word, synonym, _TABLES["of_finished_models"].get(synonym))
     name = next((one for one in names if one in own), word)
-    forms = WORDS[word] if is_foreign else VALUES.get(name, {})
-    written = spelling(word) if isinstance(value, BareValue) else f"{spelling(word)} {value}"
+    forms = rules[word] if is_foreign else VALUES.get(name, {})
+    typed = f"--no{spelling(word)[1:]}" if value == "False" else f"{spelling(word)} {value}"
+    written = spelling(word) if isinstance(value, BareValue) else typed
     rule = next((r for form, r in forms.items() if re.fullmatch(FORMS.get(form, form), value.lower())), None)
     if rule is None and is_foreign:
         wrong = "needs a value" if isinstance(value, BareValue) else "has no meaning here"

@@ -12,7 +12,7 @@ from isobatch.launch.clusters.kubernetes.job import KubernetesOptions
 from isobatch.launch.clusters.ray.driver import RayOptions
 from isobatch.launch.clusters.slurm.options import SlurmOptions
 from isobatch.launch.local.arguments import Request, known_flags, parse_request
-from isobatch.launch.local.words import SYNONYMS, VALUES, WORDS, translate
+from isobatch.launch.local.words import OF_CLUSTERS, SYNONYMS, VALUES, WORDS, translate
 from isobatch.launch.predicting.recommend import RecommendOptions
 
 if TYPE_CHECKING:
@@ -249,3 +249,36 @@ def test_fast_mode_names_no_batch_that_another_flag_decides() -> None:
     notes = ask("--fast", "--per_device_train_batch_size", "8", task="classifier").notes
     assert any(note.startswith("fast mode changes") for note in notes)
     assert not any("batch_size 64" in note for note in notes)
+
+
+CLUSTERS = {"partition": SlurmOptions, "claim": KubernetesOptions, "ray_workers": RayOptions}
+SHORT = {"partition": "ABCDFGHIJLMNOQSWabcdekmnopqstvwx", "claim": "efilnov", "ray_workers": "Na"}
+"""The letters that sbatch, kubectl and ray take, and those of their users."""
+
+
+def test_each_cluster_has_words_of_its_own() -> None:
+    assert OF_CLUSTERS.keys() == CLUSTERS.keys()
+    for flag, words in OF_CLUSTERS.items():
+        own = flags_of(CLUSTERS[flag]).keys()
+        assert not own & words.keys(), "a word that is a flag of ours"
+        assert {*SHORT[flag]} <= words.keys()
+        rules = [rule for forms in words.values() for rule in forms.values() if rule[0] not in "!#"]
+        assert {rule.split()[0] for rule in rules} <= own | known_flags("causal-lm")
+
+
+@pytest.mark.parametrize(("flag", "word"), [(flag, word) for flag in CLUSTERS for word in OF_CLUSTERS[flag]])
+def test_a_flag_of_a_clusters_own_tools_is_understood_or_has_a_way_out(flag: str, word: str) -> None:
+    own = {*flags_of(CLUSTERS[flag]), *known_flags("causal-lm")}
+    found = translate({word: "7"}, own)
+    assert found.flags.keys() <= own, "else it is said that there is no such flag"
+    assert all(f"{'--' if word[1:] else '-'}{word.replace('_', '-')} 7: " in wrong for wrong in found.wrong)
+    assert len(found.flags) + len(found.wrong) + len(found.notes) > 0
+
+
+def test_a_letter_may_have_its_number_behind_it() -> None:
+    own = flags_of(SlurmOptions)
+    with pytest.raises(UserError, match="-n 4: --nodes 2"):
+        parse_request(["--task", "causal-lm", "-n4", "--cpu"], "slurm", SlurmOptions)
+    asked = parse_request(["--task", "causal-lm", "-N2", "-p", "gpu"], "slurm", SlurmOptions)
+    assert (asked.extra["nodes"], asked.extra["partition"], "p" in own) == (2, "gpu", False)
+    assert {"-N 2 is --nodes 2", "-p gpu is --partition gpu"} <= {*asked.notes}

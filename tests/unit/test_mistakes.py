@@ -70,7 +70,7 @@ MISTAKES += [
     (f"auto {CLF} rows.csv", "Give it as --data rows.csv"),
     (f"auto {LM} runs/a", "Give it as --from runs/a"),
     (f"auto {LM} --warmup 10 %", "10%, not 10 %"),
-    (f"auto {LM} -e 3", "--e: auto --task causal-lm has no such flag (`describe` lists flags)"),
+    (f"auto {LM} -e 3", "-e: auto --task causal-lm has no such flag (`describe` lists flags)"),
     (f"auto {LM} --lr abc --epochs two", "--lr abc: is not a number; --epochs two: is not a number"),
     (f"auto {LM} --lr abc --optimizr x", "--lr abc: is not a number; --optimizr: auto --task causal-lm has"),
     (f"auto {LM} --fsdp x --sed 1", "--fsdp x: use --strategy fsdp2; --sed: auto --task causal-lm has"),

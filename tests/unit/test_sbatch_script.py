@@ -32,7 +32,7 @@ def script(**changes: object) -> command.JobScript:
         "runs": {0: Path("/shared/runs/r")},
         "folder": Path("/shared/runs/r/slurm"),
         "nodes": 2,
-        "time": "00:03:00",
+        "extra_options": (("time", "00:03:00"),),
         "lead": 45,
         "cpus": 16,
         "start_folder": Path("/home/some one"),
@@ -64,7 +64,9 @@ def as_sbatch_reads(line: str) -> list[str]:
 
 
 def test_what_a_cluster_person_looks_for() -> None:
-    lines = command.render(script(gpus=8, extra_options=(("partition", "gpu"),))).splitlines()
+    lines = command.render(
+        script(gpus=8, extra_options=(("time", "00:03:00"), ("partition", "gpu")))
+    ).splitlines()
     assert lines[0] == "#!/bin/bash"
     for wanted in (
         "--nodes=2",

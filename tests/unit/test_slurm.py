@@ -51,7 +51,8 @@ def test_nodes_that_can_be_used() -> None:
         "--cpu --time 5 --mem 64",
         "--cpu --time 5 --mem lots",
         "--cpu --time 5 --mem 64m",
-        "--cpu --time 5 --requeue",
+        "--cpu --time 5 --no-requeue",
+        "--cpu --time 5 --sbatch --time=6",
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_made(
@@ -129,10 +130,13 @@ def test_the_plan_is_of_the_memory_that_is_asked(
     memory: str, said: str, tmp_path: Path, slurm: Slurm, say: Say
 ) -> None:
     slurm(sinfo=NODES)
-    _, _, told = say(
-        command.slurm, "--task", LINE, "--time", "5", "--cpu", "--out", str(tmp_path), "--mem", memory
-    )
-    assert said in told
+    words = ("--task", LINE, "--cpu", "--out", str(tmp_path))
+    for asked in (("--time", "5", "--mem", memory), ("--sbatch", f"--mem {memory} --time=5 --exclusive")):
+        _, script, told = say(command.slurm, *words, *asked)
+        assert said in told
+        assert "--time 5: " in told
+        assert [script.count(line) for line in (f"--mem={memory}\n", "--time=5\n")] == [1, 1]
+        assert ("--exclusive" in script) == (asked[0] == "--sbatch")
 
 
 def test_what_slurm_refuses_leaves_no_run_that_is_new(tmp_path: Path, slurm: Slurm, say: Say) -> None:

@@ -44,8 +44,6 @@ DEFAULT_CPUS, DEFAULT_CPUS_PER_GPU = 4, 8
 """Cores of a node without GPUs, and per GPU, where neither the user nor sinfo says."""
 MEMORY_SHARE = 0.9
 """Of a node's memory: Slurm may keep some for the system (MemSpecLimit) and refuses jobs that ask for it."""
-TAKEN_OVER = ("partition", "account", "qos", "constraint", "mem")
-"""Flags that are sbatch's own."""
 
 MAX_CHARACTERS = 1000
 """Characters of an #SBATCH line that sbatch reads."""
@@ -63,8 +61,6 @@ class JobScript:
     folder: Path
     """Folder of the job's output."""
     nodes: int
-    time: str
-    """Time limit, in a form of sbatch's."""
     lead: int
     """Seconds before the time limit at which Slurm sends SIGUSR1."""
     cpus: int
@@ -73,7 +69,7 @@ class JobScript:
     """Per node."""
     array: str = ""
     extra_options: tuple[tuple[str, str], ...] = ()
-    """Further options of sbatch: (name, value)."""
+    """Further options of sbatch: (name, value), the time limit first."""
     raw_options: tuple[str, ...] = ()
     """Words of --sbatch, passed on as they are."""
     setup: Path | None = None
@@ -96,7 +92,7 @@ def slurm(words: Sequence[str]) -> int:
     """
     words = slurm_options.join_sbatch_value(words)
     points = parse_sweep(words, "slurm", SlurmOptions)
-    options = SlurmOptions(**points[0][0].extra)
+    options = slurm_options.with_sbatch_flags(SlurmOptions(**points[0][0].extra))
     if options.array:
         if points[0][0].recipe.seed or "seed" in points[0][1]:
             raise UserError("--seed: each task of --array is a seed of its own; leave one out")
@@ -190,14 +186,15 @@ def _show_plan(
     if script.gpus and free.plan and free.plan.processes < world:
         takes = short_duration(free.seconds or 0)
         say(f"{free.plan.processes} of the {world} GPUs would take {takes}: more gain little for this batch")
-    limit, again = slurm_options.parse_time_limit(script.time), found.parts["start"] + found.parts["compile"]
+    limit = slurm_options.parse_time_limit(time := str(options.time))
+    again = found.parts["start"] + found.parts["compile"]
     stop = stop_seconds(found.plan.predicted_step_seconds, 12.0 * found.size.trainable)
     lead = max(script.lead, min(round(stop), limit // 2))
     each, seconds = max(1.0, limit - lead - again), (found.seconds or 0, *found.interval)
     count, low, high = (max(1, math.ceil((one - again) / each)) for one in seconds)
     jobs = "one job" if high == 1 else f"{counted(count, 'job')} after each other ({low} to {high})"
     saves = f"saves every {request.run.save_every} and {lead} s before its limit, where the next goes on"
-    say(f"--time {script.time}: {jobs} by this plan; each starts in {short_duration(again)}, {saves}")
+    say(f"--time {time}: {jobs} by this plan; each starts in {short_duration(again)}, {saves}")
     return dataclasses.replace(script, lead=lead)
 
 
@@ -214,7 +211,7 @@ def _hand_in(
                 local=processes_each(requests[task], "--nodes", script.nodes, script.gpus),
                 lead=script.lead,
                 plan={**options_to_dict(requests[task].plan), "processes": None},
-                seconds=slurm_options.parse_time_limit(script.time),
+                seconds=slurm_options.parse_time_limit(str(options.time)),
                 max_legs=options.max_legs,
                 srun=slurm_options.step_words(options),
                 container=_container(requests[task], run.folder, options),
@@ -244,14 +241,15 @@ def _script(
     runs: Mapping[int, RunFolder], asked_name: str | None, options: SlurmOptions, in_array: bool
 ) -> JobScript:
     first = next(iter(runs.values())).folder
-    time, name = (options.time or "").strip(), asked_name or first.name
-    seconds = slurm_options.parse_time_limit(time)
+    name, seconds = asked_name or first.name, slurm_options.parse_time_limit(str(options.time))
+    if not str(options.time).strip()[-1].isdigit():  # as in 4h
+        options = dataclasses.replace(options, time=format_duration(seconds))
     measured = max(round(seconds_to_stop(run)) for run in runs.values())
     raw = slurm_options.option_words("--sbatch", options.sbatch)
     cpus, memory = _fair_share(options)
     if not any(word.startswith("--mem") for word in raw):
         options = dataclasses.replace(options, mem=options.mem or memory)
-    extra = [(flag, str(value)) for flag in TAKEN_OVER if (value := getattr(options, flag))]
+    extra = [(flag, str(v)) for flag in slurm_options.TAKEN_OVER if (v := getattr(options, flag))]
     if options.after:
         # Without this Slurm keeps a job whose dependency failed in the queue for ever.
         jobs = options.after.replace(",", ":")
@@ -261,7 +259,6 @@ def _script(
         runs={number: run.folder for number, run in runs.items()},
         folder=first.parent / f"slurm-{name}" if in_array else first / "slurm",
         nodes=options.nodes,
-        time=time if time[-1].isdigit() else format_duration(seconds),
         lead=max(default_lead(seconds), min(measured, seconds // 2)),
         cpus=cpus,
         gpus=options.gpus_per_node,

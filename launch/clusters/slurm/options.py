@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import re
 import shlex
@@ -20,12 +21,14 @@ from isobatch.launch.local.run_setup import PlannedOptions
 
 SIZE = "nodes ntasks ntasks-per-node cpus-per-task gpus-per-node gpus-per-task output"
 RESERVED = {
-    "--sbatch": f"""{SIZE} time array dependency job-name wrap open-mode chdir no-requeue signal parsable
+    "--sbatch": f"""{SIZE} array dependency job-name wrap open-mode chdir no-requeue signal parsable
         test-only wait""",
     "--srun": f"""{SIZE} nodelist jobid overlap exclusive export kill-on-bad-exit het-group error input pty
         unbuffered container container-image container-workdir""",
 }
 """Options of sbatch that the script sets, or that are flags of `slurm`; of srun that each step sets."""
+TAKEN_OVER = ("time", "partition", "account", "qos", "constraint", "mem")
+"""Flags that are sbatch's own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +93,23 @@ def join_sbatch_value(words: Sequence[str]) -> list[str]:
             position = joined.index(flag)
             joined[position : position + 2] = [f"{flag}={joined[position + 1]}"]
     return joined
+
+
+def with_sbatch_flags(options: SlurmOptions) -> SlurmOptions:
+    """The options with those of --sbatch that are flags as well, such as --mem: the plan counts with them.
+
+    Raises UserError where one is given both ways.
+    """
+    words, found, others = iter(option_words("--sbatch", options.sbatch)), {}, []
+    for word in words:
+        name, equals, value = word.removeprefix("--").partition("=")
+        if name not in TAKEN_OVER:
+            others.append(word)
+        elif name in found or getattr(options, name):
+            raise UserError(f"--sbatch {word}: --{name} is given already: leave one out")
+        else:
+            found[name] = value if equals else next(words, "")
+    return dataclasses.replace(options, sbatch=shlex.join(others) or None, **found)
 
 
 def validated(request: Request, options: SlurmOptions) -> Request:
