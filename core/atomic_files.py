@@ -128,6 +128,21 @@ def share_as_umask_allows(folder: Path) -> None:
         path.chmod(0o666 & ~umask)
 
 
+@contextlib.contextmanager
+def shared_folder(folder: Path) -> Iterator[None]:
+    """Make a folder of a cache. Where the one above it is of mode 2775, for users of a group, what is made
+    inside the block is the group's as well, whatever the umask.
+    """
+    above = next(place for place in (folder, *folder.parents) if place.is_dir())
+    umask = os.umask(0o077)
+    os.umask(umask & ~0o070 if above.stat().st_mode & 0o2020 == 0o2020 else umask)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    finally:
+        os.umask(umask)
+
+
 def disk_full(path: str | Path, error: BaseException, needed: int = 0) -> DiskFullError | None:
     """The error for a file that has no room, with its `needed` bytes; None where the system says another."""
     is_of_system = isinstance(error, OSError | RuntimeError)

@@ -175,8 +175,8 @@ def file_hash(file: Path) -> str:
         return str(known["digest"])
     started, digest = time.time_ns(), _content_hash(file)
     if started - max(stamp[2:]) > CLOCK_TICK_NS and list(_stamp(file)) == stamp:
-        with suppress(UserError, OSError):  # a cache that cannot be written is told of elsewhere
-            record.parent.mkdir(parents=True, exist_ok=True)
+        # A cache that cannot be written is told of elsewhere.
+        with suppress(UserError, OSError), atomic_files.shared_folder(record.parent):
             atomic_files.write_json(record, {"stamp": [place, *stamp], "digest": digest})
     return digest
 

@@ -161,13 +161,15 @@ class GroupCache:
 
         if (found := self.look_up(name, digest)) is not None:
             return found
-        with atomic_files.explain_write_errors(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with FileLock(self.folder / f".lock-{name[-2:]}"):
-                if (found := self.look_up(name, digest)) is None:
-                    found = dict(make())
-                    self.keep(name, found)
-                return found
+        with (
+            atomic_files.explain_write_errors(self.folder),
+            atomic_files.shared_folder(self.folder),
+            FileLock(self.folder / f".lock-{name[-2:]}"),
+        ):
+            if (found := self.look_up(name, digest)) is None:
+                found = dict(make())
+                self.keep(name, found)
+            return found
 
     def look_up(self, name: str, digest: bytes) -> dict[str, Column] | None:
         """The columns of a group that is in the folder and whole; a damaged one is deleted."""

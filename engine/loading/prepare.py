@@ -37,15 +37,17 @@ def prepare(data: Data, say: Callable[[str], None] = lambda _: None) -> Facts:
 
     folder = folder_of(data)
     doing("looking for the data")
-    with atomic_files.explain_write_errors(folder.parent):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{folder}.lock"):
-            if (folder / FACTS_FILE).exists() and (changed := changed_file(folder, CHECK_SECONDS)):
-                say(f"{changed} was changed after it was prepared: it is prepared again")
-                (folder / FACTS_FILE).unlink()
-            if not (folder / FACTS_FILE).exists():
-                _make(data, folder)
-            return Facts.from_dict({**atomic_files.read_json(folder / FACTS_FILE), "folder": str(folder)})
+    with (
+        atomic_files.explain_write_errors(folder.parent),
+        atomic_files.shared_folder(folder.parent),
+        FileLock(f"{folder}.lock"),
+    ):
+        if (folder / FACTS_FILE).exists() and (changed := changed_file(folder, CHECK_SECONDS)):
+            say(f"{changed} was changed after it was prepared: it is prepared again")
+            (folder / FACTS_FILE).unlink()
+        if not (folder / FACTS_FILE).exists():
+            _make(data, folder)
+        return Facts.from_dict({**atomic_files.read_json(folder / FACTS_FILE), "folder": str(folder)})
 
 
 def folder_of(data: Data) -> Path:

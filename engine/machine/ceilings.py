@@ -77,8 +77,8 @@ def ceilings_of(hardware: Hardware, folder: Path) -> Ceilings | None:
             return kept
     doing("measuring this machine")
     found = measure(hardware)
-    with contextlib.suppress(OSError):  # a folder that cannot be written: measured again next time
-        folder.mkdir(parents=True, exist_ok=True)
+    # A folder that cannot be written: measured again next time.
+    with contextlib.suppress(OSError), atomic_files.shared_folder(folder):
         atomic_files.write_json(file, dataclasses.asdict(found))
     return found
 

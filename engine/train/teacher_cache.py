@@ -185,13 +185,13 @@ def _create(taught: TeacherSource, example: Mapping[str, np.ndarray]) -> None:
     """
     folder, count = taught.folder, int(taught.borders[-1])
     fresh = folder.with_name(f".{folder.name}.{os.getpid()}")
-    fresh.mkdir(parents=True)
     kinds = {name: ((count, *rows.shape[2:]), rows.dtype) for name, rows in example.items()}
     kinds[DIGESTS] = (len(taught),), np.dtype(np.uint64)
-    for name, (shape, dtype) in kinds.items():
-        # Sparse zeros: they take disk space only as they are filled.
-        np.lib.format.open_memmap(fresh / f"{name}.npy", "w+", dtype, shape).flush()
-    atomic_files.write_text(fresh / INDEX, json.dumps(sorted(example)))
+    with atomic_files.shared_folder(fresh):
+        for name, (shape, dtype) in kinds.items():
+            # Sparse zeros: they take disk space only as they are filled.
+            np.lib.format.open_memmap(fresh / f"{name}.npy", "w+", dtype, shape).flush()
+        atomic_files.write_text(fresh / INDEX, json.dumps(sorted(example)))
     try:
         fresh.rename(folder)
     except OSError:  # another run was first

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from isobatch.core.atomic_files import shared_folder
 from isobatch.core.errors import UserError
 from isobatch.models import hub
 from isobatch.models.activations import fuse_gelu
@@ -146,8 +147,8 @@ class TextEncoder(nn.Module):
 
         device = next(self.net.parameters()).device
         file, size = folder / f"prefix-{self._prefix_identity(num_prefix_blocks)}.bin", len(self.tokens)
-        folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{file}.lock"):  # one process computes it, and all map the file
+        # One process computes it, and all map the file.
+        with shared_folder(folder), FileLock(f"{file}.lock"):
             if not file.is_file():
                 temporary = file.with_suffix(".tmp")
                 self._compute_prefix(num_prefix_blocks, device).numpy().tofile(temporary)

@@ -86,6 +86,32 @@ def test_processes_prepare_the_bytes_of_one(
     assert not list((tmp_path / "cache" / "prepared").glob(".*.shards"))
 
 
+@pytest.mark.parametrize("umask", [0o002, 0o022, 0o077])
+@pytest.mark.parametrize("mode", [0o2775, 0o755])
+def test_a_cache_of_a_group_is_written_for_the_group_whatever_the_umask(
+    mode: int, umask: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("ISOBATCH_CACHE", str(cache))
+    monkeypatch.setattr(digests, "REMEMBERED_BYTES", 4)
+    monkeypatch.setattr(digests, "CLOCK_TICK_NS", 0)
+    cache.mkdir()
+    cache.chmod(mode)
+    before = os.umask(umask)
+    try:
+        prepared("text", tmp_path / "data")
+        assert os.umask(umask) == umask, "what is no cache's follows the umask as before"
+    finally:
+        os.umask(before)
+    made = {path: path.stat().st_mode & 0o2070 for path in cache.rglob("*")}
+    assert {"prepared", "digests"} <= {path.name for path in made}
+    assert any(path.suffix == ".lock" for path in made)
+    for path, found in made.items():
+        own = (0o070 if path.is_dir() else 0o060) & ~umask
+        shared = 0o2070 if path.is_dir() else 0o060
+        assert found == (shared if mode == 0o2775 else own), f"{path} {found:o}"
+
+
 @pytest.fixture
 def raw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file that was changed long ago, of which every byte that is read for its digest is counted."""
