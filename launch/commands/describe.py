@@ -13,7 +13,7 @@ from isobatch.core.errors import UserError
 from isobatch.core.flags import Flag, describe_type, flags_of, spelling, to_json_value, value_text
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import Recipe
-from isobatch.core.terminal import fitted, print_answer
+from isobatch.core.terminal import fitted, print_answer, rendered
 from isobatch.engine.registry import CHAINS, TASKS, LoadedWorkload, task_word, workload
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.engine.task_files import is_task_file
@@ -71,15 +71,10 @@ def describe(words: Sequence[str]) -> int:
     else:
         groups, notes = _task_groups(name)
         shown = [] if options.all else usual_flags(workload(name))
-    lines = []
-    for title, found in groups.items():
-        rows = [row for row in found if not shown or row["flag"] in shown]
-        lines += ["", title] if rows else []
-        for row in rows:
-            default = "" if row["default"] in (None, []) else f", default {value_text(row['default'])}"
-            lines += [f"  {row['flag']}  {row['type']}{default}", f"      {row['help']}"]
     told = f"{len(shown)} of {sum(map(len, groups.values()))} flags; all of them: describe {name} --all"
-    text = fitted("\n".join([*lines, "", *([told] if shown else notes)]))
+    rows = {title: [r for r in own if not shown or r["flag"] in shown] for title, own in groups.items()}
+    page, said = Path(__file__).with_name("describe.jinja"), [told] if shown else notes
+    text = fitted(rendered(page, groups=rows, notes=said, text=value_text))
     return print_answer({"task": name, "flags": groups, "notes": notes}, text, options.json)
 
 

@@ -21,7 +21,7 @@ from isobatch.core.flags import spelling, value_text
 from isobatch.core.measures import now
 from isobatch.core.number_ranges import AboveZero
 from isobatch.core.plan import INVARIANCES
-from isobatch.core.terminal import print_lines
+from isobatch.core.terminal import print_lines, rendered
 from isobatch.engine.runs.classify_errors import classify
 from isobatch.launch.local.run_setup import AnswerOptions
 from isobatch.launch.measuring.trial import TrialSession, Variant, answer_in_world, trial
@@ -269,28 +269,4 @@ def compatible(tried: Iterable[PairedRounds]) -> list[PairedRounds]:
 
 def table_lines(found: dict[str, Any]) -> list[str]:
     """The findings for a person."""
-    noise, keep = found["noise"], found["keep"]
-    lines = [
-        f"{found['task']}, phase {found['phase']}, on {found['machine']}: {found['seconds'] / 60:.1f} of"
-        f" {found['minutes']:g} minutes",
-        f"the recipe against itself: {noise.get('ratio', 0):.2f} +-{noise.get('spread', 0):.0%}",
-        "",
-        f"  {'measure':<26}{'tried':<34}{'here':>7}{'+-':>6}{'memory':>8}  {'changes':<8}",
-        *map(_line, found["rows"]),
-        "",
-        "(here: times as fast with the flags, a sample or a token; memory: the plan's peak with them)",
-        f"type: {keep['flags']} ({keep['ratio']:.2f} times as fast, the same recipe)"
-        if keep
-        else "keep the plan as it is: no choice of it is faster beyond the noise",
-    ]
-    if found["other"]:
-        lines.append(f"faster, but another recipe or other rounding: {', '.join(found['other'])}")
-    return lines
-
-
-def _line(row: dict[str, Any]) -> str:
-    line = f"  {row['measure']:<26}{row['flags']:<34}"
-    if "problem" in row:
-        return f"{line}  {row['problem']}"
-    line += f"{row['ratio']:>7.2f}{row['spread']:>6.0%}{row['memory']:>8.0%}  {row['changes']:<8}"
-    return f"{line} rounds differently ({row['invariance']})" if row["invariance"] else line.rstrip()
+    return rendered(Path(__file__).with_name("tune.jinja"), **found).splitlines()
