@@ -287,7 +287,8 @@ class RunFolder:
             record = {"nonce": os.environ.get(NONCE, ""), **dataclasses.asdict(verdict)}
             atomic_files.write_json(self.folder / "exit.json", record)
             if verdict.code in (BUG, WRONG_INPUT):  # of others it is said where another attempt is made
-                self.mark_failed(verdict.reason)
+                with contextlib.suppress(UserError):  # of a damaged run exit.json alone says it
+                    self.mark_failed(verdict.reason)
 
     def has_verdict(self) -> bool:
         """Whether a process of the current launch has written exit.json."""

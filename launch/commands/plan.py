@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from isobatch.core.errors import DONE, UserError
@@ -69,7 +68,7 @@ def show_plan(request: Request, options: PlanCommandOptions) -> int:
 def plan_of(request: Request, options: PlanCommandOptions) -> tuple[dict[str, Any], str]:
     """The plan of a request, as JSON and as text. Raises UserError where there is none."""
     prices, deadline = parse_prices(options.price), options.seconds()
-    (target,) = _targets(request, options, [options.hardware or HERE], "--hardware")
+    (target,) = _targets(request, [options.hardware or HERE], "--hardware")
     recipe, facts = target.recipe, target.facts
     print_lines(*facts.notes, quiet=request.run.quiet)
     found = estimate(target, prices)
@@ -98,23 +97,16 @@ def compare_machines(request: Request, options: PlanCommandOptions) -> tuple[dic
         raise UserError(f"{flag}: give names of machines, each once, as in rtx4080-laptop,8xh100,here")
     if options.hardware:
         raise UserError(f"--hardware {options.hardware}: --compare names the machines; leave one of them out")
-    found = comparison.compare(flag, _targets(request, options, names, "--compare"), prices, deadline)
+    found = comparison.compare(flag, _targets(request, names, "--compare"), prices, deadline)
     return {"machines": found.to_dict()}, comparison.format_comparison(found)
 
 
-def _targets(request: Request, options: PlanCommandOptions, names: Sequence[str], flag: str) -> list[Target]:
+def _targets(request: Request, names: Sequence[str], flag: str) -> list[Target]:
     """The request's recipe and data on machines. Raises UserError, which begins with `flag`."""
     machines = {name: _machine(name, flag) for name in names}
     print_lines(*request.notes, quiet=request.run.quiet)
     task, data = request.workload.make(request.recipe)
     facts = planned_facts(request, task, data)
-    origin = None if options.assume_length else request.recipe.starts_from
-    if origin:  # training refuses what does not fit as it builds the model
-        from isobatch.engine.checkpointing.weight_files import load_start_weights
-        from isobatch.engine.model_setup.prepare_model import build_hollow
-
-        if model := build_hollow(partial(task.build_model, facts)):
-            load_start_weights(origin, model, task, facts, only_check=True)
     return [
         Target(name, request.workload, request.recipe, facts, machine, request.plan)
         for name, machine in machines.items()

@@ -93,10 +93,16 @@ def planned_facts(request: Request, task: Any, data: Any) -> Facts:
 def prepared_facts(request: Request, task: Any, data: Any) -> Facts:
     """Prepare the request's data where it is not in the cache, and say what it shares with the run of --from.
 
-    Raises UserError.
+    Raises UserError, also where the weights of that run do not fit.
     """
     facts = prepare(data, partial(print_lines, quiet=request.run.quiet))
-    if (origin := request.recipe.starts_from) and isinstance(task, KeepsRows):
+    if origin := request.recipe.starts_from:  # else training would refuse it, on the nodes of a cluster
+        from isobatch.engine.checkpointing.weight_files import load_start_weights
+        from isobatch.engine.model_setup.prepare_model import build_hollow
+
+        if model := build_hollow(partial(task.build_model, facts)):
+            load_start_weights(origin, model, task, facts, only_check=True)
+    if origin and isinstance(task, KeepsRows):
         run = Path(origin["run"])
         said = task.kept_rows(run, facts)[1], task.trained_before(run, facts)
         print_lines(*filter(None, said), quiet=request.run.quiet)

@@ -80,7 +80,39 @@ def test_pods_find_each_other_and_the_recipe(capsys: pytest.CaptureFixture[str])
 
 def test_the_plan_that_a_manifest_names_is_of_its_memory(capsys: pytest.CaptureFixture[str]) -> None:
     assert submit(["--task", "causal-lm", *LEAST, "--cpu", "--mem", "8Gi"]) == 0
-    assert "--hardware cpu:4x8gb" in capsys.readouterr().out
+    assert re.search(
+        "(?m)^# The plan of cpu:4x8gb .*\n# memory     fits: .* of 8.59 GB", capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "machine"),
+    [(["--node-selector", "gpu=t4"], "4x8xt4"), (["--hardware", "l4"], "4x8xl4"), ([], "4x8xh100")],
+)
+def test_six_lines_of_the_plan_stand_above_a_manifest(
+    words: list[str], machine: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert submit([*GPUS, *words]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()[:7]
+    assert head.startswith(f"# The plan of {machine} (--hardware names the card)")
+    six = ["memory", "devices", "time", "cost", "batch", "exactness"]
+    assert [line.split()[1] for line in lines] == six
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--hardware", "h1000"], "--hardware 4x8xh1000: did you mean"),
+        (["--model", "HERE"], "--model HERE: holds no config.json"),
+        (["--data", "HERE"], "--data HERE"),
+    ],
+)
+def test_what_auto_would_refuse_here_is_refused_where_a_manifest_is_printed(
+    words: list[str], says: str, tmp_path: Path
+) -> None:
+    asked = ["--task", "causal-lm", *LEAST, "--nodes", "4", "--gpus-per-node", "8"]
+    with pytest.raises(UserError, match=says.replace("HERE", str(tmp_path))):
+        submit([*asked, *(word.replace("HERE", str(tmp_path)) for word in words)])
 
 
 def test_an_own_tasks_files_go_along(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,9 +164,10 @@ def test_a_path_that_no_pod_sees_is_named(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "train.txt").write_text("a text\n" * 50)
     assert submit(["--task", "causal-lm", *words, *LEAST, "--cpu"]) == 0
-    found = capsys.readouterr().err
-    assert re.search(said, found) if said else "pods see" not in found
+    for found in capsys.readouterr():
+        assert re.search(said, found) if said else "pods see" not in found
 
 
 @pytest.mark.parametrize("words", [[], ["--user", "4242"]])

@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 from isobatch.core.errors import BUG, DONE, FAILED, STOPPED, WRONG_INPUT, OutOfMemoryError, UserError
 from isobatch.core.flags import spelling
@@ -31,11 +30,12 @@ from isobatch.core.number_ranges import Count, Positive
 from isobatch.core.terminal import print_lines
 from isobatch.engine import consent
 from isobatch.engine.distributed.stop_signals import StopFlag
+from isobatch.engine.machine.gpu_table import named_model
 from isobatch.engine.runs.run_folder import RunFolder, Verdict, run_name
 from isobatch.engine.task_files import imported_files, is_task_file, task_file
 from isobatch.launch.clusters.local.here import Local
+from isobatch.launch.local import placement
 from isobatch.launch.local.arguments import Request, parse_request, request_text
-from isobatch.launch.local.placement import memory_bytes, on_device, parse, processes_each
 
 TEMPLATE = Path(__file__).with_name("manifest.yaml.jinja")
 VOLUME = "/isobatch"
@@ -52,11 +52,8 @@ MOST_NAME = 52
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KubernetesOptions:
-    """Flags of `k8s` beside the recipe's, the plan's and the run's."""
-
-    data_is_elsewhere: ClassVar[bool] = True
-    """--data is a path within the claim, or a name on the hub."""
+class KubernetesOptions(placement.ElsewhereOptions):
+    """Flags of `k8s`; --data is a path within the claim, or a name on the hub."""
 
     image: str | None = None
     """The image of the pods: with Python, isobatch and what it requires."""
@@ -66,8 +63,6 @@ class KubernetesOptions:
     """Pods, each on a node of its own as far as its GPUs fill one."""
     gpus_per_node: Count = 0
     """GPUs of each pod."""
-    cpu: bool = False
-    """Train on CPUs."""
     cpus: Positive | None = None
     """Cores of each pod; by default 8 for each GPU, 4 without one."""
     mem: str | None = None
@@ -78,8 +73,6 @@ class KubernetesOptions:
     """A label that nodes must have: gpu=h100."""
     secret: str | None = None
     """A Secret whose entries pods get as environment variables, such as HF_TOKEN."""
-    submit: bool = False
-    """Give the manifest to kubectl."""
 
     def __post_init__(self) -> None:
         if not (self.image and self.claim):
@@ -103,26 +96,40 @@ def _apply(text: str) -> str:
     return done.stdout
 
 
-def render(request: Request, options: KubernetesOptions) -> str:
-    """The manifest as YAML. Raises UserError where the name is none that Kubernetes takes."""
+def render(request: Request, options: KubernetesOptions, unseen: Sequence[str]) -> str:
+    """The manifest as YAML. Raises UserError where the name is none that Kubernetes takes.
+
+    `unseen`: lines on what pods do not see, which stand in it.
+    """
     from jinja2 import Environment, StrictUndefined
 
     name = request.run.name or re.sub("[^a-z0-9]+", "-", run_name(request.recipe).lower())
     if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name) or len(name) > MOST_NAME:
         raise UserError(f"--name {name}: give {MOST_NAME} small letters, digits and dashes at most")
-    processes = processes_each(request, "--nodes", options.nodes, options.gpus_per_node)
+    processes = placement.processes_each(request, "--nodes", options.nodes, options.gpus_per_node)
     memory = options.mem or f"{32 * options.gpus_per_node or 16}Gi"
     # Kubernetes reads 64m as a thousandth of 64 bytes.
-    gib = memory_bytes(memory, "" if memory.endswith("m") else f"{memory}B", "64Gi") / 2**30
+    gib = placement.memory_bytes(memory, "" if memory.endswith("m") else f"{memory}B", "64Gi") / 2**30
+    cpus, (_, _, label) = (
+        options.cpus or 8 * options.gpus_per_node or 4,
+        (options.node_selector or "").partition("="),
+    )
+    card = options.hardware or named_model(label) or "h100"
+    machine = (
+        f"{options.nodes}x{options.gpus_per_node}x{card}"
+        if options.gpus_per_node
+        else f"cpu:{cpus}x{gib:.0f}gb"
+    )
+    said = placement.comments_on(request, machine, unseen)
     world = [f"--nnodes={options.nodes}", f"--nproc-per-node={processes}"]
     world += [f"--master-addr={name}-0.{name}", f"--master-port={PORT}"]
     environment = Environment(finalize=_yaml, undefined=StrictUndefined, keep_trailing_newline=True)
-    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+    return said + environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         metadata={"name": name, "labels": {"app.kubernetes.io/name": "isobatch", "isobatch/run": name}},
         options=options,
         command=["python3", "-m", "isobatch", "pod", f"{VOLUME}/runs/{name}", f"{FILES}/{RECIPE}", *world],
         contents=_files(request),
-        **{"memory": memory, "gib": round(gib), "shm": f"{int(gib * 512)}Mi"},
+        **{"memory": memory, "cpu": str(cpus), "shm": f"{int(gib * 512)}Mi"},
         restarts=request.run.max_restarts,
         for_good=[WRONG_INPUT, FAILED],
         stopped=[STOPPED],
@@ -189,13 +196,16 @@ def submit(words: Sequence[str]) -> int:
     flags: --cpu --cpus N --mem 64Gi --user 1000 --node-selector gpu=h100 --secret NAME, and those of
            `auto`; --data is a path under /isobatch, where pods see the claim, or a name on the hub
     """
-    request, options = parse(words, "k8s", KubernetesOptions)
-    request = on_device(request, "k8s", "--gpus-per-node", options.gpus_per_node, options.cpu)
-    text = render(request, options)
-    for name, value in consent.places(request.recipe):
-        if (value[0] in "/.~" or Path(value).exists()) and not value.startswith(f"{VOLUME}/"):
-            there = f"copy it into --claim {options.claim}, and give {VOLUME}/{Path(value).name}"
-            print_lines(f"{spelling(name)} {value}: pods see {VOLUME} and their image alone: {there}")
+    request, options = placement.parse(words, "k8s", KubernetesOptions)
+    request = placement.on_device(request, "k8s", "--gpus-per-node", options.gpus_per_node, options.cpu)
+    unseen = [
+        f"{spelling(name)} {value}: pods see {VOLUME} and their image alone: copy it into --claim"
+        f" {options.claim}, and give {VOLUME}/{Path(value).name}"
+        for name, value in consent.places(request.recipe)
+        if (value[0] in "/.~" or Path(value).exists()) and not value.startswith(f"{VOLUME}/")
+    ]
+    text = render(request, options, unseen)
+    print_lines(*unseen)
     print(_apply(text) if options.submit else text, end="")
     return DONE
 

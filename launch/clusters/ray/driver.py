@@ -15,7 +15,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import BUG, DONE, FAILED, STOPPED, WRONG_INPUT, UserError, WorkerLostError
@@ -28,10 +28,9 @@ from isobatch.launch.clusters.cluster import refuse_if_in_a_job
 from isobatch.launch.clusters.local.here import Local
 from isobatch.launch.commands.auto import print_outcome
 from isobatch.launch.control.one_run import LogReader
-from isobatch.launch.local import launch_run
+from isobatch.launch.local import launch_run, placement
 from isobatch.launch.local.arguments import Request, request_text
 from isobatch.launch.local.interfaces import local_address
-from isobatch.launch.local.placement import ends_of_logs, find_or_create, on_device, parse, processes_each
 from isobatch.launch.local.run_setup import environment_elsewhere
 from isobatch.launch.local.words import config_text
 
@@ -40,11 +39,8 @@ HERE = r"auto|local|(\[[0-9a-f:]+\]|[\w.-]+):\d+"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RayOptions:
-    """Flags of `ray` beside the recipe's, the plan's and the run's."""
-
-    data_is_elsewhere: ClassVar[bool] = True
-    """The nodes of the cluster have the data."""
+class RayOptions(placement.ElsewhereOptions):
+    """Flags of `ray`."""
 
     ray_workers: Positive = 1
     """Ray workers, each with its own resources."""
@@ -52,13 +48,9 @@ class RayOptions:
     """GPUs of each worker, each with a process of its own."""
     cpus_per_worker: Positive | None = None
     """Cores of each worker; by default Ray counts one, and training takes what the node has."""
-    cpu: bool = False
-    """Train on CPUs."""
     address: str = "auto"
     """The cluster: auto (the one that this machine is in), local (this machine alone) or HOST:PORT of its
     head."""
-    submit: bool = False
-    """Train on the cluster."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(HERE, self.address):
@@ -66,11 +58,11 @@ class RayOptions:
             raise UserError(f"--address {self.address}: {said} the `ray job submit` for another")
 
 
-HEAD = """# isobatch ray --config FILE --submit trains this on a Ray cluster until it is done.
-# Every node has isobatch[ray] and sees FOLDER, in which the run and its data lie. From elsewhere:
-#   ray job submit --address http://HEAD:8265 -- sh -c 'cd FOLDER && isobatch ray --config FILE --submit'
-# Memory and time of 4 workers with 8 GPUs each: isobatch plan, with flags of the task and --hardware 4x8xh100
-"""
+HEAD = (
+    "isobatch ray --config FILE --submit trains this on a Ray cluster until it is done. Every node has",
+    "isobatch[ray] and sees FOLDER, in which the run and its data lie. From elsewhere:",
+    "  ray job submit --address http://HEAD:8265 -- sh -c 'cd FOLDER && isobatch ray --config FILE --submit'",
+)
 
 
 def submit(words: Sequence[str]) -> int:
@@ -79,13 +71,16 @@ def submit(words: Sequence[str]) -> int:
     flags: --cpu --cpus-per-worker C --address auto|local|HOST:PORT, and those of `auto`. All nodes see
            the folder in which this is run, --out and --data.
     """
-    request, options = parse(words, "ray", RayOptions)
-    request = on_device(request, "ray", "--gpus-per-worker", options.gpus_per_worker, options.cpu)
-    processes = processes_each(request, "--ray-workers", options.ray_workers, options.gpus_per_worker)
+    request, options = placement.parse(words, "ray", RayOptions)
+    request = placement.on_device(request, "ray", "--gpus-per-worker", options.gpus_per_worker, options.cpu)
+    workers, gpus = options.ray_workers, options.gpus_per_worker
+    processes = placement.processes_each(request, "--ray-workers", workers, gpus)
     if not options.submit:
         flags = {n: f for n, f in flags_of(RayOptions).items() if getattr(options, n) != f.default}
         own = [("ray", flags, {name: getattr(options, name) for name in flags})] if flags else []
-        print(HEAD, request_text(request), config_text(own), sep="\n")
+        machine = f"{workers}x{gpus}x{options.hardware or 'h100'}" if gpus else "here"
+        head = placement.comments_on(request, machine, HEAD)
+        print(head, request_text(request), config_text(own), sep="\n")
         return DONE
     if importlib.util.find_spec("ray") is None:
         raise UserError("--submit needs: pip install 'isobatch[ray]', or 'ray[train]'")
@@ -121,7 +116,7 @@ class Ray(Local):
         verdict = judge(run.read_exit(nonce), error, self.stop.requested)
         if verdict is None or verdict.code == BUG:
             logs = sorted(folder.glob("worker-*.log"))
-            atomic_files.write_text(run.folder / "launcher.log", ends_of_logs(logs))
+            atomic_files.write_text(run.folder / "launcher.log", placement.ends_of_logs(logs))
         return verdict
 
     def _fit(self, order: dict[str, Any], stop: Path) -> str:
@@ -188,7 +183,7 @@ def _first_failure(error: Exception) -> str:
 def train_until_done(request: Request, options: RayOptions, processes: int) -> int:
     """Train the run of a request in attempts until it is done; its exit code. `processes`: of each worker."""
     _connect(options.address)
-    run = find_or_create(request)
+    run = placement.find_or_create(request)
     refuse_if_in_a_job(run)
     if run.status() == "done":
         print_lines(f"{run.folder} is done (--again for a new run)", quiet=request.run.quiet)
