@@ -144,13 +144,10 @@ class LoadedWorkload:
         """
         phases = task.phases()
         stops_early = any(p.early_stopping for p in phases if recipe.phase in (None, p.name))
+        betas, takes_none = "adam_beta1 adam_beta2 adam_eps", not OPTIMIZERS[recipe.optimizer].takes_betas
         rules = (
             (recipe.data == DEMO and not is_task_file(recipe.task), "format", "the demo's data has one form"),
-            (
-                not OPTIMIZERS[recipe.optimizer].takes_betas,
-                "adam_beta1 adam_beta2 adam_eps",
-                f"{recipe.optimizer} has none",
-            ),
+            (takes_none, betas, f"{recipe.optimizer} has none"),
             (recipe.schedule != "cosine", "lr_floor", "it is the end of --schedule cosine"),
             (recipe.schedule != "wsd", "decay decay_shape", "it is the end of --schedule wsd"),
             (not data.has_groups, "order", "all of the data is on this machine, one row as near as the next"),

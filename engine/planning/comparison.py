@@ -136,7 +136,7 @@ def six_lines(found: Estimate, deadline: float | None = None) -> str:
 
 def reasons(found: Estimate) -> str:
     """Every field of the plan with its reason, and the parts of the whole run's time."""
-    recipe, facts, plan, seconds = found.target.recipe, found.target.facts, found.plan, found.seconds
+    plan, seconds = found.plan, found.seconds
     assert plan is not None
     assert seconds is not None
     shown: dict[str, tuple[Any, str]] = {}
@@ -145,17 +145,11 @@ def reasons(found: Estimate) -> str:
             shown[name] = (value, plan.reasons[name])
         if name == "pin_memory":  # the last of the loader's fields
             shown |= fixed_loader_settings(plan)
-    parts = (f"{n} {short_duration(p)}" for n, p in found.parts.items() if p >= 0.01 * seconds)
-    lines = [
-        f"recipe {recipe.hash()}: {recipe.task}, global batch {recipe.batch_size},"
-        f" {facts.samples['train']:,} samples of up to {facts.longest} tokens",
-        "",
-        table([(name, _cell(name, v), why) for name, (v, why) in shown.items()], columns()),
-        "",
-        f"a step: {plan.predicted_step_seconds:.3g} s; the whole run: {', '.join(parts)}",
-        *([f"prices: {PRICES}"] if found.price is not None else []),
-    ]
-    return wrapped("\n".join(lines), columns())
+    rows = table([(name, _cell(name, v), why) for name, (v, why) in shown.items()], columns())
+    parts = [f"{n} {short_duration(p)}" for n, p in found.parts.items() if p >= 0.01 * seconds]
+    template, said = Path(__file__).with_name("reasons.jinja"), {"rows": rows, "parts": parts, "plan": plan}
+    page = rendered(template, target=found.target, price=found.price, prices=PRICES, **said)
+    return wrapped(page, columns())
 
 
 def _cell(name: str, value: Any) -> str:

@@ -18,7 +18,7 @@ from isobatch.core.errors import UserError
 from isobatch.core.extras import need
 from isobatch.core.flags import nearest_hint
 from isobatch.core.measures import format_bytes
-from isobatch.core.terminal import doing, print_answer
+from isobatch.core.terminal import doing, print_answer, rendered
 from isobatch.data.text.chat_templates import template_in
 from isobatch.data.text.go_template import ollama_modelfile
 from isobatch.data.tokenizers import open_tokenizer
@@ -97,19 +97,9 @@ def _wanted(task: Exports, name: str, options: ExportOptions) -> list[str]:
 
 def _said(kind: str, figures: dict[str, Any], name: str) -> list[str]:
     """What a written form is, and the line to type next."""
-    folder, file = figures["folder"], figures.get("file")
-    if file is None:
-        difference = f"{figures['max_logit_difference']:.1e} over {figures['samples']} samples"
-        next_line = [f"next: isobatch chat {shlex.quote(folder)}"] if kind in ("merged", "adapter") else []
-        return [f"{folder}: largest logit difference {difference}", *next_line]
-    size, off = format_bytes(figures["bytes"]), figures["max_weight_difference"]
-    said = f"{folder}/{file}: {size}, weights differ by at most {off:.1e} of the largest in their tensor"
-    path, model = shlex.quote(f"{folder}/{file}"), shlex.quote(name.lower())
-    made = shlex.quote(f"{folder}/{MODELFILE}")
-    run = {"gguf": f"llama-cli -m {path}", OLLAMA: f"ollama create {model} -f {made} && ollama run {model}"}
-    adapter = f"llama-cli -m BASE.gguf --lora {path}"
-    said += "; Ollama gets no tools, calls or thoughts by its template" * kind.startswith(OLLAMA)
-    return [said, f"next: {adapter if kind == 'gguf-adapter' else run[kind.partition('-')[0]]}"]
+    shown = {"kind": kind, "name": name.lower(), "ollama": OLLAMA, "modelfile": MODELFILE, "file": None}
+    words = {**shown, **figures, "quoted": shlex.quote, "size": format_bytes}
+    return rendered(Path(__file__).with_name("export.jinja"), **words).splitlines()
 
 
 def export_form(run: RunFolder, kind: str, data_path: str | None = None) -> dict[str, Any]:

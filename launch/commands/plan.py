@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from isobatch.core.errors import DONE, UserError
-from isobatch.core.measures import parse_duration
+from isobatch.core.errors import DONE, NotHereError, UserError
+from isobatch.core.measures import parse_duration, printable
 from isobatch.core.number_ranges import Count
 from isobatch.core.terminal import fitted, print_answer, print_lines
 from isobatch.engine.machine.detect import detect
@@ -18,7 +20,10 @@ from isobatch.engine.planning.choices import fixed_loader_settings, remarks_on_p
 from isobatch.engine.planning.estimate import Target, estimate, parse_prices
 from isobatch.launch.local.arguments import Request, parse_request, split_words
 from isobatch.launch.local.run_setup import AnswerOptions, PlannedOptions, planned_facts, prepared_facts
+from isobatch.models.capabilities import ChecksPlan
 
+ASSUMED_LENGTH = 512
+"""Tokens of a sample, for plans where the data is not at hand."""
 HERE = "here"
 """The name of the machine that this command runs on."""
 
@@ -87,6 +92,26 @@ def plan_of(request: Request, options: PlanCommandOptions) -> tuple[dict[str, An
     }
     text = comparison.six_lines(found, deadline)
     return answer, f"{text}\n\n{comparison.reasons(found)}" if options.why else text
+
+
+def comments_on(request: Request, machine: str, lines: Sequence[str]) -> str:
+    """Lines, and the plan for a machine whose data is not here, as comments of YAML.
+
+    `machine`: as --hardware takes it. Raises UserError for what `plan` would refuse.
+    """
+    recipe, (task, data) = request.recipe, request.workload.make(request.recipe)
+    length = min(ASSUMED_LENGTH, recipe.max_length)
+    asked = dataclasses.replace(request, notes=[], extra={"assume_length": length})
+    try:
+        (task.check_for_plan if isinstance(task, ChecksPlan) else task.check)()
+        if Path(recipe.data or "").expanduser().exists():
+            data.check()
+        said = plan_of(asked, PlanCommandOptions(hardware=machine))[1]
+    except NotHereError as error:
+        said = f"no plan: {error}"
+    head = f"The plan of {machine} (--hardware names the card), for samples of {length} tokens:"
+    text = printable("\n".join([*lines, head, said]))
+    return "".join(f"{f'# {line}'.rstrip()}\n" for line in text.splitlines())
 
 
 def compare_machines(request: Request, options: PlanCommandOptions) -> tuple[dict[str, Any], str]:

@@ -62,7 +62,9 @@ def check_run(folder: Path) -> Iterator[Check]:
     try:
         if (record := run.ranks()) is not None:
             age = max(0.0, time.time() - run.rank_record.stat().st_mtime)
-            yield check_ranks(record, age, training, str(folder), _step_seconds(run))
+            rows = (row.get("step_seconds") for row in newest_rows(run.metrics)[-50:])
+            longest = max((seconds for seconds in rows if isinstance(seconds, float | int)), default=0.0)
+            yield check_ranks(record, age, training, str(folder), longest)
     except DAMAGE as error:
         yield warning("ranks", f"ranks.json: {first_line(error)[:200]}", f"rm {run.rank_record}")
     yield check_space("disk", folder, shutil.disk_usage(folder).free, "move the run to another disk")
@@ -111,12 +113,6 @@ def check_state(run: RunFolder) -> Check:
         return warning("state", f"{done}; Slurm does not answer whether it runs", "scontrol ping")
     saved = f", saved ({reason}); `isobatch resume {run.folder}` goes on" if seen.state == "stopped" else ""
     return ok("state", f"{seen.state}, {done}{saved}")
-
-
-def _step_seconds(run: RunFolder) -> float:
-    """Of the newest logged steps, the longest; 0 where there is none."""
-    found = (row.get("step_seconds") for row in newest_rows(run.metrics)[-50:])
-    return max((seconds for seconds in found if isinstance(seconds, float | int)), default=0.0)
 
 
 def check_ranks(

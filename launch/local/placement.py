@@ -8,17 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from isobatch.core.errors import NotHereError, UserError
-from isobatch.core.measures import printable
+from isobatch.core.errors import UserError
 from isobatch.core.plan import size_of
 from isobatch.core.terminal import print_lines
 from isobatch.engine.runs.run_folder import RunFolder, free_folder, run_name
 from isobatch.launch.local.arguments import Request, parse_request
 from isobatch.launch.local.run_setup import create_run, find_run, known_run
-from isobatch.models.capabilities import ChecksPlan
 
 LOG_TAIL_CHARACTERS = 2500
-ASSUMED_LENGTH = 512
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,29 +68,6 @@ def processes_each(request: Request, flag: str, count: int, gpus: int) -> int:
         most = f", and at most {gpus * count}, one per GPU" if gpus else ""
         raise UserError(f"--processes {asked}: must be a multiple of {flag} {count}{most}")
     return asked // count if asked else max(1, gpus)
-
-
-def comments_on(request: Request, machine: str, lines: Sequence[str]) -> str:
-    """Lines, and what `plan` says of a machine whose data is not here, as comments of YAML.
-
-    `machine`: as --hardware takes it. Raises UserError for what `plan` would refuse.
-    """
-    from isobatch.launch.commands.plan import PlanCommandOptions, plan_of
-
-    task, data = request.workload.make(request.recipe)
-    length = min(ASSUMED_LENGTH, request.recipe.max_length)
-    plan = dataclasses.replace(request.plan, processes=None)
-    try:
-        (task.check_for_plan if isinstance(task, ChecksPlan) else task.check)()
-        if Path(request.recipe.data or "").expanduser().exists():
-            data.check()
-        asked = dataclasses.replace(request, plan=plan, notes=[], extra={"assume_length": length})
-        said = plan_of(asked, PlanCommandOptions(hardware=machine))[1]
-    except NotHereError as error:
-        said = f"no plan: {error}"
-    head = f"The plan of {machine} (--hardware names the card), for samples of {length} tokens:"
-    text = printable("\n".join([*lines, head, said]))
-    return "".join(f"{f'# {line}'.rstrip()}\n" for line in text.splitlines())
 
 
 def find_or_create(request: Request, family: str | None = None, makes: bool = True) -> RunFolder:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from isobatch.core.measures import format_bytes, format_p_value
+from isobatch.core.terminal import rendered
 from isobatch.models.encoder import baselines as simple
 from isobatch.models.encoder import evaluation, latency, problems
 from isobatch.models.encoder.encoders import open_classifier
@@ -138,15 +139,8 @@ def cells(row: ReportRow) -> list[str]:
 
 def caption(row: ReportRow, machine: str) -> str:
     """What the figures of the table are figures of."""
-    return (
-        f"Measured on {machine}, {row['threads']} thread, texts of {row['tokens']} tokens in the mean, as"
-        f" held out; {_problem(row).title} on all {row['samples']} samples of the"
-        f" {row['split']} split with its 95 % interval; ms are the median and the 95th percentile of the"
-        " thread's own time; memory is a process's peak. Speed is that of one text against the first"
-        " model in the same runtime, measured in turn."
-        f" Figures whose difference {_problem(row).test} does not tell from chance (p at least"
-        f" {SIGNIFICANT}) are within the noise, and so are speeds whose interval holds 1."
-    )
+    template, known = Path(__file__).with_name("caption.jinja"), {"machine": machine, "least": SIGNIFICANT}
+    return rendered(template, row=row, problem=_problem(row), **known).replace("\n", " ")
 
 
 def verdicts(rows: list[ReportRow]) -> list[str]:

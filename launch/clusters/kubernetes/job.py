@@ -34,6 +34,7 @@ from isobatch.engine.machine.gpu_table import named_model
 from isobatch.engine.runs.run_folder import RunFolder, Verdict, run_name
 from isobatch.engine.task_files import imported_files, is_task_file, task_file
 from isobatch.launch.clusters.local.here import Local
+from isobatch.launch.commands.plan import comments_on
 from isobatch.launch.local import placement
 from isobatch.launch.local.arguments import Request, parse_request, request_text
 
@@ -120,7 +121,7 @@ def render(request: Request, options: KubernetesOptions, unseen: Sequence[str]) 
         if options.gpus_per_node
         else f"cpu:{cpus}x{gib:.0f}gb"
     )
-    said = placement.comments_on(request, machine, unseen)
+    said = comments_on(request, machine, unseen)
     world = [f"--nnodes={options.nodes}", f"--nproc-per-node={processes}"]
     world += [f"--master-addr={name}-0.{name}", f"--master-port={PORT}"]
     environment = Environment(finalize=_yaml, undefined=StrictUndefined, keep_trailing_newline=True)

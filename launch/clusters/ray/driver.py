@@ -27,6 +27,7 @@ from isobatch.engine.runs.run_folder import RunFolder, Verdict
 from isobatch.launch.clusters.cluster import refuse_if_in_a_job
 from isobatch.launch.clusters.local.here import Local
 from isobatch.launch.commands.auto import print_outcome
+from isobatch.launch.commands.plan import comments_on
 from isobatch.launch.control.one_run import LogReader
 from isobatch.launch.local import launch_run, placement
 from isobatch.launch.local.arguments import Request, request_text
@@ -79,7 +80,7 @@ def submit(words: Sequence[str]) -> int:
         flags = {n: f for n, f in flags_of(RayOptions).items() if getattr(options, n) != f.default}
         own = [("ray", flags, {name: getattr(options, name) for name in flags})] if flags else []
         machine = f"{workers}x{gpus}x{options.hardware or 'h100'}" if gpus else "here"
-        head = placement.comments_on(request, machine, HEAD)
+        head = comments_on(request, machine, HEAD)
         print(head, request_text(request), config_text(own), sep="\n")
         return DONE
     if importlib.util.find_spec("ray") is None:

@@ -165,6 +165,8 @@ def _environment(plan: Plan, local: str, alone: bool) -> dict[str, str]:
 
 def _run_torchrun(command: list[str], environment: dict[str, str], log: IO[bytes], stop: StopFlag) -> int:
     """Run torchrun for this node's workers: its marked lines go to the job's output, others to `log`."""
+    import psutil
+
     child = subprocess.Popen(
         command, env=environment, stdout=log, stderr=subprocess.PIPE, preexec_fn=ignore_stop_signals
     )
@@ -172,18 +174,10 @@ def _run_torchrun(command: list[str], environment: dict[str, str], log: IO[bytes
     relay.start()
     while child.poll() is None:
         if stop.requested:
-            _signal_workers(child.pid)
+            with contextlib.suppress(psutil.NoSuchProcess):  # those behind it are told the next time
+                for worker in psutil.Process(child.pid).children():
+                    worker.send_signal(signal.SIGUSR1)
             time.sleep(REPEAT_SIGNAL_SECONDS)
         time.sleep(0.1)
     relay.join(timeout=5)
     return DONE if child.returncode == 0 else BUG
-
-
-def _signal_workers(pid: int) -> None:
-    """Send SIGUSR1 to the workers; a repeated one has no effect."""
-    import psutil
-
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for worker in psutil.Process(pid).children():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                worker.send_signal(signal.SIGUSR1)
