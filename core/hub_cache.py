@@ -73,10 +73,8 @@ def answers(address: str) -> bool:
     answered = threading.Event()
 
     def connect() -> None:
-        with (
-            contextlib.suppress(OSError),
-            socket.create_connection((url.hostname or "", port), TIMEOUT_SECONDS),
-        ):
+        with contextlib.suppress(OSError):
+            socket.create_connection((url.hostname or "", port), TIMEOUT_SECONDS).close()
             answered.set()
 
     # In a thread, because a DNS lookup ignores the socket's timeout and may take far longer.

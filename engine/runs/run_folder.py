@@ -243,11 +243,10 @@ class RunFolder:
 
         `only_later`: those alone are read that changed after the log; where nobody touched a run, none.
         """
-        rows = newest_rows(self.metrics)
-        written = next((row["final"] for row in reversed(rows) if isinstance(row.get("final"), dict)), None)
-        if written is None:
+        logged = [row["final"] for row in newest_rows(self.metrics) if isinstance(row.get("final"), dict)]
+        if not logged:
             return []
-        since = self.metrics.stat().st_mtime if only_later else 0.0
+        since, written = self.metrics.stat().st_mtime if only_later else 0.0, logged[-1]
         there = {p.relative_to(self.final).as_posix(): p for p in self.final.rglob("*") if p.is_file()}
         same = {n for n, p in there.items() if p.stat().st_ctime < since or file_digest(p) == written.get(n)}
         return sorted({*there, *written} - same)

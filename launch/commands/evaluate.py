@@ -203,6 +203,7 @@ def require_capability(run: RunFolder, capability: type[T], command: str, refusa
     if not run.final.is_dir():
         raise UserError(f"{run.folder} has no final/ yet: {run.why_unfinished()}")
     if changed := run.changed_export(only_later=True):
-        which = f"{changed[0]} of its final/" + f" and {len(changed) - 1} more" * (len(changed) > 1)
-        print_lines(f"{run.folder}: {which}: not as the run wrote it (`inspect {run.folder}` says what)")
+        print_lines(
+            f"{run.final}: {', '.join(changed[:3])}: not as the run wrote it (`inspect {run.folder}`)"
+        )
     return task

@@ -6,7 +6,6 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from isobatch.core.errors import DONE, NotHereError, UserError
@@ -99,13 +98,10 @@ def comments_on(request: Request, machine: str, lines: Sequence[str]) -> str:
 
     `machine`: as --hardware takes it. Raises UserError for what `plan` would refuse.
     """
-    recipe, (task, data) = request.recipe, request.workload.make(request.recipe)
-    length = min(ASSUMED_LENGTH, recipe.max_length)
+    task, length = request.workload.make(request.recipe)[0], min(ASSUMED_LENGTH, request.recipe.max_length)
     asked = dataclasses.replace(request, notes=[], extra={"assume_length": length})
     try:
         (task.check_for_plan if isinstance(task, ChecksPlan) else task.check)()
-        if Path(recipe.data or "").expanduser().exists():
-            data.check()
         said = plan_of(asked, PlanCommandOptions(hardware=machine))[1]
     except NotHereError as error:
         said = f"no plan: {error}"

@@ -105,8 +105,7 @@ def check_state(run: RunFolder) -> Check:
         known = next(way for word, way in REMEDIES["failed"].items() if word in f"{kind}{reason}".lower())
         return broken("state", f"failed at {done}: {kind}{reason}", known.format(run.folder))
     if seen.state == "unfinished":
-        ended = REMEDIES["ended"]
-        why, way = ended.get(seen.job.state, ended["any"])
+        why, way = REMEDIES["ended"].get(seen.job.state) or REMEDIES["ended"]["any"]
         job = f"job {seen.job.job} {seen.job}; " if seen.job.job else ""
         return warning("state", f"{done}; {job}{why}", way.format(run.folder))
     if seen.state == "unknown":

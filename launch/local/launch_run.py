@@ -165,9 +165,8 @@ def _verdict_of(run: RunFolder, verdict: Verdict | None) -> Verdict:
             reason = f"rank {rank} was ended by signal {code[1:]}"
             verdict = Verdict(FAILED, reason, errors.WorkerLostError.cause)
         else:
-            how = f"rank {rank} ended with exit code {code} and" if dead else "every process ended and"
-            verdict = Verdict(BUG, f"{how} left no reason: see launcher.log of the run")
-            run.write_exit(verdict)
+            how = f"rank {rank} ended with exit code {code}" if dead else "no process left a verdict"
+            run.write_exit(verdict := Verdict(BUG, f"{how}: see {log}"))
         print_lines(f"isobatch: {verdict.reason}")
     if verdict.code == BUG:
         sys.stderr.write(said)

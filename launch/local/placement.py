@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from isobatch.core.errors import UserError
+from isobatch.core.flags import spelling
 from isobatch.core.plan import size_of
 from isobatch.core.terminal import print_lines
 from isobatch.engine.runs.run_folder import RunFolder, free_folder, run_name
@@ -32,11 +33,14 @@ class ElsewhereOptions:
     """Hand it in; without it, it is printed."""
 
 
-def parse(words: Sequence[str], command: str, kind: type) -> tuple[Request, Any]:
-    """The request in a command's words, and its own flags as a `kind`. Raises UserError."""
+def parse(words: Sequence[str], command: str, kind: type, gpus: str) -> tuple[Request, Any]:
+    """The request in a command's words, and its own flags as a `kind`. `gpus`: the flag with the number of
+    each node's. Raises UserError.
+    """
     request = parse_request(words, command, kind)
     print_lines(*request.notes, quiet=request.run.quiet)
-    return request, kind(**request.extra)
+    options = kind(**request.extra)
+    return on_device(request, command, spelling(gpus), getattr(options, gpus), options.cpu), options
 
 
 def on_device(request: Request, command: str, flag: str, gpus: int, cpu: bool) -> Request:

@@ -126,6 +126,5 @@ def worth_a_trial(found: Findings, plan: Mapping[str, Any]) -> list[dict[str, An
 
 def profile_lines(found: Findings) -> list[str]:
     """The findings for a person."""
-    rows = sorted(found["parts"].items(), key=lambda item: -item[1])
     template, targets = Path(__file__).with_name("profile.jinja"), {"use": DEVICE_USE, "memory": MEMORY}
-    return rendered(template, **found, rows=rows, targets=targets).splitlines()
+    return rendered(template, **found, targets=targets).splitlines()

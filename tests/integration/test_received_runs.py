@@ -437,6 +437,7 @@ def test_inspect_names_what_was_changed_and_added_since(
     for name in ("evil.py", "chat_template.jinja"):
         assert f"final/{name}: the run did not write it so" in lines
     assert not any("model.bin" in line or line.startswith("metrics of") for line in lines)
+    assert len([line for line in lines[:10] if "did not write it so" in line or "log says" in line]) == 3
 
 
 EVIL = "\x1b]0;owned\x07\x9b31m$\\frac$|<b>`x`[a](b)\u202e"

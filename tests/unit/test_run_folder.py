@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,6 +15,7 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.facts import Facts
 from isobatch.core.recipe import Recipe
+from isobatch.engine.checkpointing.digests import folder_digests
 from isobatch.engine.runs.run_folder import RunFolder, Verdict, free_folder, list_runs, run_name
 from isobatch.engine.runs.run_options import RunOptions
 
@@ -200,3 +202,23 @@ def test_weights_can_be_read_by_whom_the_umask_allows(umask: int, mode: int, tmp
     finally:
         os.umask(before)
     assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == mode
+
+
+@pytest.mark.parametrize("only_later", [False, True])
+def test_what_was_changed_of_a_model_since_it_was_written(only_later: bool, tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    assert run.changed_export(only_later) == [], "nothing says what was written"
+    (run.final / "part").mkdir(parents=True)
+    for name in ("a.json", "part/b.json", "c.json"):
+        (run.final / name).write_text("{}")
+    written = folder_digests(run.final)
+    atomic_files.append_row(run.metrics, {"phase": "train", "step": 7, "final": written})
+    log = run.metrics.stat()
+    os.utime(run.metrics, ns=(log.st_atime_ns, log.st_mtime_ns + 50_000_000))
+    assert run.changed_export(only_later) == []
+    time.sleep(0.06)  # beyond what a file system's clock parts
+    (run.final / "part" / "b.json").write_text("[]")
+    (run.final / "evil.py").touch()
+    (run.final / "c.json").unlink()
+    (run.final / "a.json").write_text("{}")  # written again as it was
+    assert run.changed_export(only_later) == ["c.json", "evil.py", "part/b.json"]

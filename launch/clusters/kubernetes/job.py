@@ -38,7 +38,7 @@ from isobatch.launch.commands.plan import comments_on
 from isobatch.launch.local import placement
 from isobatch.launch.local.arguments import Request, parse_request, request_text
 
-TEMPLATE = Path(__file__).with_name("manifest.yaml.jinja")
+TEMPLATE = Path(__file__).with_name("manifest.yaml.jinja").read_text(encoding="utf-8")
 VOLUME = "/isobatch"
 """Where pods see the claim: runs, prepared data and downloads lie in it."""
 FILES = "/isobatch-job"
@@ -111,21 +111,13 @@ def render(request: Request, options: KubernetesOptions, unseen: Sequence[str]) 
     memory = options.mem or f"{32 * options.gpus_per_node or 16}Gi"
     # Kubernetes reads 64m as a thousandth of 64 bytes.
     gib = placement.memory_bytes(memory, "" if memory.endswith("m") else f"{memory}B", "64Gi") / 2**30
-    cpus, (_, _, label) = (
-        options.cpus or 8 * options.gpus_per_node or 4,
-        (options.node_selector or "").partition("="),
-    )
-    card = options.hardware or named_model(label) or "h100"
-    machine = (
-        f"{options.nodes}x{options.gpus_per_node}x{card}"
-        if options.gpus_per_node
-        else f"cpu:{cpus}x{gib:.0f}gb"
-    )
-    said = comments_on(request, machine, unseen)
+    cpus, gpus = options.cpus or 8 * options.gpus_per_node or 4, options.gpus_per_node
+    card = options.hardware or named_model((options.node_selector or "").rpartition("=")[2]) or "h100"
+    machine = f"{options.nodes}x{gpus}x{card}" if gpus else f"cpu:{cpus}x{gib:.0f}gb"
     world = [f"--nnodes={options.nodes}", f"--nproc-per-node={processes}"]
     world += [f"--master-addr={name}-0.{name}", f"--master-port={PORT}"]
     environment = Environment(finalize=_yaml, undefined=StrictUndefined, keep_trailing_newline=True)
-    return said + environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+    return comments_on(request, machine, unseen) + environment.from_string(TEMPLATE).render(
         metadata={"name": name, "labels": {"app.kubernetes.io/name": "isobatch", "isobatch/run": name}},
         options=options,
         command=["python3", "-m", "isobatch", "pod", f"{VOLUME}/runs/{name}", f"{FILES}/{RECIPE}", *world],
@@ -197,8 +189,7 @@ def submit(words: Sequence[str]) -> int:
     flags: --cpu --cpus N --mem 64Gi --user 1000 --node-selector gpu=h100 --secret NAME, and those of
            `auto`; --data is a path under /isobatch, where pods see the claim, or a name on the hub
     """
-    request, options = placement.parse(words, "k8s", KubernetesOptions)
-    request = placement.on_device(request, "k8s", "--gpus-per-node", options.gpus_per_node, options.cpu)
+    request, options = placement.parse(words, "k8s", KubernetesOptions, "gpus_per_node")
     unseen = [
         f"{spelling(name)} {value}: pods see {VOLUME} and their image alone: copy it into --claim"
         f" {options.claim}, and give {VOLUME}/{Path(value).name}"

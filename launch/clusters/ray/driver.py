@@ -72,16 +72,14 @@ def submit(words: Sequence[str]) -> int:
     flags: --cpu --cpus-per-worker C --address auto|local|HOST:PORT, and those of `auto`. All nodes see
            the folder in which this is run, --out and --data.
     """
-    request, options = placement.parse(words, "ray", RayOptions)
-    request = placement.on_device(request, "ray", "--gpus-per-worker", options.gpus_per_worker, options.cpu)
+    request, options = placement.parse(words, "ray", RayOptions, "gpus_per_worker")
     workers, gpus = options.ray_workers, options.gpus_per_worker
     processes = placement.processes_each(request, "--ray-workers", workers, gpus)
     if not options.submit:
         flags = {n: f for n, f in flags_of(RayOptions).items() if getattr(options, n) != f.default}
         own = [("ray", flags, {name: getattr(options, name) for name in flags})] if flags else []
         machine = f"{workers}x{gpus}x{options.hardware or 'h100'}" if gpus else "here"
-        head = comments_on(request, machine, HEAD)
-        print(head, request_text(request), config_text(own), sep="\n")
+        print(comments_on(request, machine, HEAD), request_text(request), config_text(own), sep="\n")
         return DONE
     if importlib.util.find_spec("ray") is None:
         raise UserError("--submit needs: pip install 'isobatch[ray]', or 'ray[train]'")
