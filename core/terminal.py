@@ -210,6 +210,10 @@ def on_terminal() -> bool:
     return isinstance(_status.display, _TerminalLine | _Relay)
 
 
+SECONDS_BETWEEN_LINES = 5.0
+"""Steps and evaluations that come sooner are in files alone."""
+
+
 class Console:
     """Lines on standard error and in log.txt (`log`), from the main process; a bar on a terminal.
 

@@ -6,6 +6,7 @@ methods, so that its flags can be listed and checked without them.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
     from isobatch.core.facts import Facts
     from isobatch.core.recipe import Recipe
+
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # where peft imports it, it misses kernels
 
 Batch = Mapping[str, "Tensor"]
 """Name -> tensor with one row per sample; always `index` (B,), the samples' numbers, and `length` (B,)."""

@@ -112,6 +112,19 @@ def check_length(name: str, most: int | None, length: int) -> None:
         raise UserError(f"--max-length {length}: {name} reads at most {most} tokens")
 
 
+def shorter_length(values: Mapping[str, Any], usual: Mapping[str, Any], limit: Any) -> dict[str, int]:
+    """`max_length` of a model on this machine that reads less than is usual; empty where one is typed.
+
+    `limit`: a config.json -> the tokens that its model reads at most, or None.
+    """
+    name, revision = (values.get(field) or usual.get(field) for field in ("model", "revision"))
+    with contextlib.suppress(UserError):  # `check` says what is wrong with it
+        if name and "max_length" not in values and local_folder(name, revision):
+            most = limit(load_config(name, revision)) or usual["max_length"]
+            return {"max_length": most} if most < usual["max_length"] else {}
+    return {}
+
+
 def check_architecture(name: str, config: Mapping[str, Any], remote_code: bool, revision: str | None) -> None:
     """Raise UserError unless transformers has a causal LM of this model type or its own code may run."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as known_types

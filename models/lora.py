@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -91,11 +90,6 @@ def check_targets(matrices: Iterable[str], wanted: str) -> None:
             raise UserError(f"--lora-targets {wanted}: {name} is no matrix of the blocks; there are {known}")
 
 
-def quiet_bitsandbytes() -> None:
-    """Silence bitsandbytes' warnings about missing kernels; call it before peft is imported."""
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-
-
 def block_matrices(model: Any, head: Sequence[str] = ()) -> dict[str, Any]:
     """Name -> module of all matrices in the transformer blocks: neither embeddings nor the head.
 
@@ -138,7 +132,6 @@ def wanted_names(wanted: str, model_type: str) -> list[str] | None:
     """The names that --lora-targets means in models of this type; None are all, as where peft knows none."""
     if wanted != "auto":
         return None if wanted == "all-linear" else [name.strip() for name in wanted.split(",")]
-    quiet_bitsandbytes()
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN_TARGETS
 
     return list(KNOWN_TARGETS.get(model_type) or ()) or None
@@ -225,7 +218,6 @@ def _add_start(model: Any, found: dict[str, Any], config: Any) -> None:
 
 def base_model_of(folder: Path) -> tuple[str, str | None]:
     """The base model, a folder or a hub id, and its revision, of an adapter. Raises UserError."""
-    quiet_bitsandbytes()
     from peft import PeftConfig
 
     if not (folder / ADAPTER_FILE).is_file():  # peft would read a pickled one

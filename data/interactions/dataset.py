@@ -24,8 +24,6 @@ from isobatch.data.interactions.log_splits import LogSplits, Numbering, read_log
 from isobatch.data.tokenized import TOKENIZER_FILE, TokenizedData, path_of
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
     from isobatch.core.facts import Facts
 
 CATALOGUE, NAMES_FILE = "catalogue", "names.json"
@@ -169,7 +167,11 @@ class Interactions(TokenizedData):
             save(folder / split, columns)
         texts, of_users, of_items = unique_texts(raw, users, items)
         tokenizer, special = self._open_or_train_tokenizer(lambda: texts)
-        tokens = self._encode_texts(tokenizer, texts, special["pad"] or 0)
+        tokenizer.enable_truncation(self.recipe.max_length)
+        encoded, pad = tokenizer.encode_batch(texts, add_special_tokens=True), special["pad"] or 0
+        tokenizer.no_truncation()
+        dtype = tokenizers.token_dtype(tokenizer)
+        tokens = Ragged.from_rows([np.array(e.ids or [pad], dtype) for e in encoded], pad)
         catalogue = folder / CATALOGUE
         catalogue.mkdir()
         arrays = {"tokens": tokens.values, "offsets": tokens.offsets, "user_text": of_users}
@@ -244,13 +246,6 @@ class Interactions(TokenizedData):
     def _names(self, facts: Facts) -> dict[str, list[str]]:
         """Ids of `users` and `items` by number, and `titles` of the items."""
         return json.loads((Path(facts.folder) / CATALOGUE / NAMES_FILE).read_text())
-
-    def _encode_texts(self, tokenizer: Tokenizer, texts: list[str], pad: int) -> Ragged:
-        tokenizer.enable_truncation(self.recipe.max_length)
-        encoded = tokenizer.encode_batch(texts, add_special_tokens=True)
-        tokenizer.no_truncation()
-        dtype = tokenizers.token_dtype(tokenizer)
-        return Ragged.from_rows([np.array(e.ids or [pad], dtype) for e in encoded], pad)
 
 
 def unique_texts(

@@ -47,14 +47,10 @@ def demo_interactions() -> RawInteractions:
     table = Table("demo", dict(zip(made.column_names, made.column_names, strict=True)), made.to_batches)
     jobs = ((GENRES[one]["jobs"][rng.integers(2)], AGES[rng.integers(len(AGES))]) for one, _ in taste)
     readers = {str(reader): f"{age} {job}" for reader, (job, age) in enumerate(jobs)}
-    return RawInteractions({"all": table}, readers, _book_texts(genre, rng))
-
-
-def _book_texts(genre: np.ndarray, rng: np.random.Generator) -> dict[str, ItemText]:
-    found = {}
+    found = RawInteractions({"all": table}, readers)
     for book, number in enumerate(genre):
         pattern, words = TITLE_PATTERNS[rng.integers(len(TITLE_PATTERNS))], GENRES[number]["words"]
         title = pattern.format(*(words[w] for w in rng.choice(8, 2, replace=False)))
         shown = title[0].upper() + title[1:]
-        found[str(book)] = ItemText(shown, f"{shown}. {GENRES[number]['name']}")
+        found.items[str(book)] = ItemText(shown, f"{shown}. {GENRES[number]['name']}")
     return found

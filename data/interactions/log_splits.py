@@ -302,8 +302,7 @@ class LogSplits:
         for split, log in self.logs.items():
             found[split] = {"user": log.user, "item": log.item}
             if split != "train":
-                inputs = self._inputs(split)[log.user].astype(np.int32)
-                found[split]["inputs"] = inputs
+                found[split]["inputs"] = self._inputs(split)[log.user].astype(np.int32)
                 if self.options.eval_negatives or (split == "test" and self.negatives is not None):
                     found[split]["rivals"] = self._rivals(split, log)
         return found

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from isobatch.core.terminal import format_metrics
+from isobatch.core.measures import now
+from isobatch.core.terminal import SECONDS_BETWEEN_LINES, format_metrics
 from isobatch.engine.optimization.early_stopping import EarlyStopping
 from isobatch.engine.optimization.schedule import CLOSING_STEPS
 from isobatch.engine.runs.peak_memory import PeakMemory, trim_heap
@@ -30,7 +32,7 @@ class Evaluate(Hook):
         state: Training,
         log: MetricsLog,
         peak: PeakMemory,
-        say: Callable[[str], None],
+        say: Callable[..., None],
         others: Sequence[Hook] = (),
         send: Callable[[Mapping[str, Any], int, str], None] = lambda *_: None,
     ) -> None:
@@ -40,6 +42,7 @@ class Evaluate(Hook):
         """
         self.training, self.log, self.peak, self.say = state, log, peak, say
         self.others, self.send = others, send
+        self._shown_at = -math.inf
         direction = monitor_of(state.task, state.facts)[1]
         self.judge = EarlyStopping.of(direction, state.recipe, state.schedule)
 
@@ -89,8 +92,8 @@ class Evaluate(Hook):
     def measure(
         self, split: str, fraction: float, step: int, beside: Mapping[str, Mapping[str, Tensor]]
     ) -> dict[str, float]:
-        """Evaluate a split, log and show its metrics; `step`: that of the weights. `beside`: see
-        `evaluate`.
+        """Evaluate a split, log its metrics, and show them every few seconds and at the end; `step`: that of
+        the weights. `beside`: see `evaluate`.
         """
         state = self.training
         fraction = at_least_few(fraction, state.splits[split])
@@ -106,7 +109,9 @@ class Evaluate(Hook):
         shown = {name: value for name, value in metrics.items() if not name.endswith("word_perplexity")}
         part = f", on {100 * fraction:.3g} % of its samples" if fraction < 1 else ""
         when = f"after step {step}" if step else "before training"
-        self.say(f"{split} {when}{part}: {format_metrics(shown, '.4f')}")
+        is_due = step in (0, state.schedule.steps) or now() - self._shown_at >= SECONDS_BETWEEN_LINES
+        self._shown_at = now() if is_due else self._shown_at
+        self.say(f"{split} {when}{part}: {format_metrics(shown, '.4f')}", is_due or split != "valid")
         return metrics
 
     def state(self) -> dict[str, Any]:

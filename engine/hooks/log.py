@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import TrainingError
 from isobatch.core.measures import now
-from isobatch.core.terminal import doing, on_terminal
+from isobatch.core.terminal import SECONDS_BETWEEN_LINES, doing, on_terminal
 from isobatch.engine.train.hooks import Hook
 
 if TYPE_CHECKING:
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from isobatch.engine.runs.metrics_log import MetricsLog
     from isobatch.engine.train.figures import StepFigures
     from isobatch.engine.train.state import Training
-
-SECONDS_BETWEEN_LINES = 5.0
 
 
 class NonFinite(Hook):

@@ -26,14 +26,11 @@ class Remarks(Hook):
         self.mark_first_step()
         if not self._is_checked and state.layout.names is not None:
             self._is_checked = True
-            self._check_foreign_noise(state)
+            # A GRU may draw noise of its own.
+            seen, plan = any(state.world.all_gather_objects(state.layout.foreign_noise)), state.plan
+            if seen and plan.invariance in ("exact", "rounding"):
+                reason = "this model draws noise of its own, from torch's generators, which the cut changes"
+                self.replan(plan.changed(reason, invariance="noise"))
+                self.say(f"invariance is noise, not {plan.invariance}: {reason}")
             if problem := fused_kernels.take_failure():
                 self.say(problem)
-
-    def _check_foreign_noise(self, state: Training) -> None:
-        """Lower the plan's invariance if the model draws its own noise (a GRU may)."""
-        seen, plan = any(state.world.all_gather_objects(state.layout.foreign_noise)), state.plan
-        if seen and plan.invariance in ("exact", "rounding"):
-            reason = "this model draws noise of its own, from torch's generators, which the cut changes"
-            self.replan(plan.changed(reason, invariance="noise"))
-            self.say(f"invariance is noise, not {plan.invariance}: {reason}")

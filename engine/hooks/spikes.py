@@ -1,7 +1,8 @@
 """Loss spikes: a rule over the reduced loss and gradient norm of a step, the same on any number of processes.
 
 A step is a spike where its loss lies far above the median of the losses before it, in units of their median
-absolute deviation (MAD), or its norm does; or where one of them is not finite. Medians do not move with what
+absolute deviation (MAD), or its norm does; or where one of them is not finite. Positive ones are compared by
+their logarithms: near zero, batches differ by factors. Medians do not move with what
 they are to find. Values are rounded, so that float sums in another order decide the same.
 """
 
@@ -29,12 +30,12 @@ WINDOW = 64
 """Steps that a step is compared with, at most."""
 LEAST = 16
 """Steps before the rule judges."""
-DEVIATIONS = 8.0
-"""Of the loss, in standard deviations as the MAD estimates them (1.4826 MAD, for a normal distribution)."""
+DEVIATIONS = 6.0
+"""In standard deviations as the MAD estimates them (1.4826 MAD, for a normal distribution)."""
 LEAST_RISE = 0.1
 """A loss must also lie so much of the median above it: at the end of training deviations are small."""
-NORM_RATIO = 20.0
-"""Of the norm, to its median."""
+NORM_RATIO, NORM_DEVIATIONS = 20.0, 5.0
+"""Of the norm, to its median, and of its logarithm."""
 ROLLBACK_STEPS = 20
 """Steps that --on-spike rollback leaves out before the spike: weights are harmed before the loss shows it."""
 MOST_LEFT_OUT = {"skip": 8, "rollback": 48}
@@ -56,22 +57,21 @@ class SpikeWatch:
         """Why a step is a spike; empty where it is none."""
         if not (math.isfinite(loss) and math.isfinite(norm)):
             return f"the loss was {loss} and the gradient norm {norm}"
-        return self._too_large(_rounded(loss), _rounded(norm)) if len(self.losses) >= LEAST else ""
+        of_loss = "loss", _rounded(loss), self.losses, LEAST_RISE, DEVIATIONS
+        of_norm = "gradient norm", _rounded(norm), self.norms, NORM_RATIO - 1, NORM_DEVIATIONS
+        for what, value, before, least, deviations in (of_loss, of_norm) if len(self.losses) >= LEAST else ():
+            middle, are_positive = statistics.median(before), min(value, *before) > 0
+            scale, *scales = map(math.log, (value, *before)) if are_positive else (value, *before)
+            usual = statistics.median(scales)
+            spread = 1.4826 * statistics.median(abs(one - usual) for one in scales)
+            if middle and value - middle > least * abs(middle) and scale - usual > deviations * spread:
+                return f"its {what} was {value:.4g}, and {middle:.4g} the median of the {len(before)} before"
+        return ""
 
     def take_in(self, loss: float, norm: float) -> None:
         """Let later steps be compared with this one."""
-        self.losses = [*self.losses, float(f"{loss:.{DIGITS}g}")][-WINDOW:]
-        self.norms = [*self.norms, float(f"{norm:.{DIGITS}g}")][-WINDOW:]
-
-    def _too_large(self, loss: float, norm: float) -> str:
-        middle = statistics.median(self.losses)
-        spread = 1.4826 * statistics.median(abs(value - middle) for value in self.losses)
-        if loss - middle > max(DEVIATIONS * spread, LEAST_RISE * abs(middle)):
-            return f"its loss was {loss:.4g}, and {middle:.4g} the median of the {len(self.losses)} before"
-        usual = statistics.median(self.norms)
-        if usual and norm > NORM_RATIO * usual:
-            return f"its gradient norm was {norm:.4g}, and {usual:.4g} the median before it"
-        return ""
+        self.losses = [*self.losses, _rounded(loss)][-WINDOW:]
+        self.norms = [*self.norms, _rounded(norm)][-WINDOW:]
 
 
 def _rounded(value: float) -> float:

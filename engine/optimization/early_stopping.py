@@ -14,8 +14,6 @@ DIGITS = 6
 """Decimal places that metrics are rounded to."""
 SIGN = {"min": -1, "max": 1}
 """Direction of a metric -> the sign of a difference that is a gain."""
-CLEARLY = 0.1
-"""Share of the best value by which the last one is worse where a run is told so."""
 
 
 @dataclass(slots=True)
@@ -46,10 +44,6 @@ class EarlyStopping:
             return False
         self.best, self.best_step, self.waited = value, step, 0
         return True
-
-    def was_better(self, kept: float) -> bool:
-        """Whether an evaluation was clearly better than the value of the weights that are kept."""
-        return self.best is not None and (self.best - kept) * SIGN[self.direction] > CLEARLY * abs(self.best)
 
     @property
     def should_stop(self) -> bool:

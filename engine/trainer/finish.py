@@ -69,10 +69,9 @@ def finish(run: RunOnRank, builder: Builder, evaluation: Evaluate, guard: DataGu
         refuse_nonfinite_metrics(held_out[split], split)
     _stop_if_asked(run, state)
     monitor = capabilities.monitor_of(state.task, state.facts)[0]
-    kept = held_out.get("valid", {}).get(monitor, math.nan)
-    if state.schedule.early_stopping and state.recipe.eval_fraction == 1 and judge.was_better(kept):
-        best = f"validation was best at step {judge.best_step} of {step} ({monitor} {judge.best:.4f}, at the"
-        run.say(f"{best} end {kept:.4f}): --patience 3 keeps the best, and stops soon after it")
+    if state.schedule.early_stopping and not judge.patience and 0 < 2 * judge.best_step <= step:
+        best = f"validation was best at step {judge.best_step} of {step} ({monitor} {judge.best:.4f})"
+        run.say(f"{best}: `isobatch auto --like {run.folder.folder} --patience 3` keeps it")
     if not held_out:
         run.say("no split is held out: nothing was measured")
     guard.check(state)

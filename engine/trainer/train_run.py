@@ -102,9 +102,9 @@ class RunOnRank:
         self.peak = PeakMemory(self.world.device)
         self.buffer = HostBuffer(self.world.device)
 
-    def say(self, line: str) -> None:
-        """A line for the user, on the main rank."""
-        self.console.say(line)
+    def say(self, line: str, shown: bool = True) -> None:
+        """A line for the user, on the main rank; in log.txt alone unless `shown`."""
+        self.console.say(line, shown=shown)
 
     def mark_first_step(self) -> None:
         """Note the time of the first step, once."""

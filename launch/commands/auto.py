@@ -178,7 +178,8 @@ def print_outcome(run: RunFolder) -> None:
     """Status, steps and metrics; those of other models, such as a baseline, in a table beside its own."""
     summary = run.summary() or {}
     metrics = summary.get("metrics", {})
-    shown = {name: value for name, value in metrics.items() if not name.endswith("word_perplexity")}
+    in_files_alone = ("word_perplexity", *(f"_{group}" for group in ("head", "middle", "tail", "warm")))
+    shown = {name: value for name, value in metrics.items() if not name.endswith(in_files_alone)}
     beside, rest = table_beside(shown, str(summary.get("task")))
     figures = format_metrics(rest, ".4g")
     status, steps, split = (summary.get(k) for k in ("status", "steps", "split"))

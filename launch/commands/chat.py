@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from isobatch.data.chat_formats import Message
     from isobatch.engine.runs.run_folder import RunFolder
 
-RESET, QUIT = "/reset", ("/quit", "/exit", "/bye")
+RESET, QUIT = "/reset", ("/quit", "/exit", "/bye", "quit", "exit")
 ANSWER_TOKENS, TEXT_TOKENS = 256, 60
 
 

@@ -85,34 +85,39 @@ class RecommendOptions(ListOptions, AnswerOptions):
 
 
 def answer_users(
-    lists: Recommendations, top: int, asked: Sequence[str | list[str] | tables.ListRequest]
+    lists: Recommendations, top: int, asked: Sequence[str | tables.ListRequest]
 ) -> list[dict[str, Any]]:
     """`items`, `titles` and `scores` for each, computed together for users by id. Raises UserError; a client
-    gets the popular list in its place, and the answer has `unknown` items, or why it is a `fallback`, without
-    the ids of others.
+    gets the popular list in its place, or a user's without the items that are sent with it. The answer has
+    `unknown` items, and why it is a `fallback`, or items are `unused`, without the ids of others.
     """
     requests = [one if isinstance(one, tables.ListRequest) else tables.ListRequest(one) for one in asked]
     ids_of = {name: lists.ids_of(name) for without in {one.without for one in requests} for name in without}
-    most = max((one.top or top) + sum(len(ids_of[name]) for name in one.without) for one in requests)
-    ids = [user for user, *_ in requests if isinstance(user, str) and lists.knows_user(user)]
+    most = max(
+        (one.top or top) + len(one.items) + sum(len(ids_of[n]) for n in one.without) for one in requests
+    )
+    ids = [one.user for one in requests if lists.knows_user(one.user)]
     known, answers = dict(zip(ids, lists.recommend_each(ids, most), strict=True)), []
-    for request, (user, length, without) in zip(asked, requests, strict=True):
-        silent = [] if isinstance(user, str) else [item for item in user if not lists.knows_item(item)]
-        unknown = [*silent, *(name for name in without if not ids_of[name])]
-        meant = {name: close for name in unknown if (close := lists.with_zeros(name))}
+    for request, (user, taken, length, without) in zip(asked, requests, strict=True):
+        telling = [item for item in taken if lists.knows_item(item)]
+        unknown = [n for n in taken if n not in telling] + [n for n in without if not ids_of[n]]
+        asked_of = dict.fromkeys(unknown, False) | ({} if user in known else {user: True})
+        meant = {name: close for name, of in asked_of.items() if (close := lists.meant(name, of))}
         marks: dict[str, Any] = {k: v for k, v in (("unknown", unknown), ("did_you_mean", meant)) if v}
+        out = {item for name in without for item in ids_of[name]}
         try:
-            if isinstance(user, str):
-                found = known[user] if user in known else lists.recommend(user, most)
+            if user in known:
+                found = lists.with_items(user, telling, most) if telling else known[user]
+            elif not (user or taken):
+                raise UserError("neither a user nor an item is given")
             else:
-                if not user:
-                    raise UserError(f"{tables.ITEMS_COLUMN}: is empty")
-                found = lists.for_items([item for item in user if item not in silent] or user, most)
+                found = lists.for_items(telling or taken, most) if taken else lists.recommend(user, most)
         except UserError as error:
             if request is user:
                 raise
-            found, marks["fallback"] = lists.popular(most), str(error).partition(" (ids such as")[0]
-        out = {item for name in without for item in ids_of[name]}
+            mark, found = ("unused", known[user]) if user in known else ("fallback", lists.popular(most))
+            marks[mark] = str(error).partition(" (ids such as")[0]
+            out |= {item for name in taken for item in lists.ids_of(name)}
         found = [entry for entry in found if entry["item"] not in out][: length or top]
         columns = {f"{name}s": [entry[name] for entry in found] for name in ("item", "title", "score")}
         answers.append(columns | marks)
@@ -318,7 +323,7 @@ def restrict(lists: Recommendations, options: ListOptions, column: str | None) -
 
 def _unknown(lists: Recommendations, flag: str, missing: Sequence[str]) -> list[str]:
     named = [*dict.fromkeys(missing)][:MOST_NAMED]
-    few = ", ".join(f"{n} (did you mean {close}?)" if (close := lists.with_zeros(n)) else n for n in named)
+    few = ", ".join(f"{n} (did you mean {close}?)" if (close := lists.meant(n)) else n for n in named)
     return [f"{flag}: {len(missing)} items are not in the training data: {few}"] if missing else []
 
 

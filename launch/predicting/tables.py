@@ -171,9 +171,10 @@ def flatten(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class ListRequest(NamedTuple):
-    """What is asked of a recommender for one user: an id, or items that somebody took."""
+    """What is asked of a recommender for one user: by an id, items that somebody took, or both."""
 
-    user: str | list[str]
+    user: str = ""
+    items: Sequence[str] = ()
     top: int | None = None
     without: tuple[str, ...] = ()
     """Items that are not offered, by id or title."""
@@ -268,22 +269,28 @@ class SequenceReader(RowReader):
 
 @dataclass(frozen=True, slots=True)
 class UserReader(RowReader):
-    """Ids of users; or, of users who were not in training, the items that each took."""
+    """Ids of users, items that somebody took, or both; what is empty is as what is not there."""
 
     lists: Any = None
     """`Recommendations`: knows users, and items of which a cell names several with commas between them."""
 
     def from_row(self, row: Mapping[str, Any], where: str) -> ListRequest:
-        taken = None if self.column in row else row.get(ITEMS_COLUMN)
-        if isinstance(taken, str) and taken.strip():
-            taken = self.lists.split_items(taken)
-        if isinstance(taken, list):
-            return ListRequest([str(item) for item in taken])
-        column = find_column(row, self.column, [usual_column("user", row) or "user_id"], where)
-        return ListRequest(self.from_text(row[column], where))
+        column = self.column or usual_column("user", row) or "user_id"
+        if ITEMS_COLUMN not in row:
+            find_column(row, self.column, [column], where)
+        user, taken = (None if _is_empty(cell := row.get(name)) else cell for name in (column, ITEMS_COLUMN))
+        taken = self.lists.split_items(str(taken)) if isinstance(taken, str | int | float) else taken or []
+        if not isinstance(taken, list):
+            raise UserError(f"{where}: {ITEMS_COLUMN}: holds {type(taken).__name__}, not a list of items")
+        user = "" if user is None else self.from_text(user, f"{where}: {column}")
+        return ListRequest(user, [str(item) for item in taken if not _is_empty(item)])
 
     def from_text(self, value: Any, where: str) -> str:
         return str(value) if isinstance(value, int | float) else require_text(value, where)
+
+
+def _is_empty(cell: Any) -> bool:
+    return cell is None or cell != cell or not str(cell).strip()
 
 
 @dataclass(frozen=True, slots=True)

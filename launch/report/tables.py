@@ -56,11 +56,8 @@ def in_markdown(text: str) -> str:
 
 
 def metrics_of(run: Mapping[str, Any]) -> dict[str, Any]:
-    """The metrics of a run's summary without latencies, which earlier versions measured in the training
-    process; none where a received run has something else there.
-    """
-    found = run["metrics"] if isinstance(run.get("metrics"), dict) else {}
-    return {str(n): value for n, value in found.items() if not str(n).startswith("latency_")}
+    """The metrics of a run's summary; none where a received run has something else there."""
+    return run["metrics"] if isinstance(run.get("metrics"), dict) else {}
 
 
 def _figure(value: Any, form: Callable[[Any], str]) -> str:

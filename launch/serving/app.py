@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import nearest_hint
-from isobatch.launch.predicting.tables import ITEMS_COLUMN, ListRequest, UserReader
+from isobatch.launch.predicting.tables import ITEMS_COLUMN, UserReader
 
 if TYPE_CHECKING:
     from isobatch.launch.predicting.predict import Answerer
@@ -33,7 +33,7 @@ MAX_SAMPLES = 1024
 """Texts or rows of a request."""
 MAX_CHARACTERS = 1 << 16
 """Of one of them: all are tokenized, though the model reads less."""
-LIST_FIELDS, MAX_TOP = (ITEMS_COLUMN, "top", "without"), 1000
+LIST_FIELDS, MAX_TOP = ("user", ITEMS_COLUMN, "top", "without"), 1000
 """What only a recommender reads, and the longest list that a client may ask for."""
 PART_SAMPLES, BATCH_SAMPLES = 32, 256
 """A request takes turns with others after so many; a batch takes no further request once it has so many."""
@@ -76,7 +76,8 @@ def refuse_unknown(body: Mapping[str, Any], known: Collection[str]) -> None:
     """Raise HTTPException for a field that means nothing here."""
     for name in body:
         if name not in known:
-            raise HTTPException(400, f"{name}: there is no such field{nearest_hint(name[:100], known)}")
+            said = f"there is no such field{nearest_hint(name[:100], known)}; there are {', '.join(known)}"
+            raise HTTPException(400, f"{name[:100]}: {said}")
 
 
 class BatchingQueue:
@@ -149,7 +150,8 @@ def _samples(body: dict[str, Any], answerer: Answerer) -> list[Any]:
             raise HTTPException(400, f"top: must be a whole number from 1 to {MAX_TOP:,}")
         if not isinstance(without, list) or len(without) > MAX_SAMPLES:
             raise HTTPException(400, f"without: must be a list of ids or titles, {MAX_SAMPLES:,} at most")
-        body = {"rows": [body]} if body.keys() == {ITEMS_COLUMN} else body
+        if body and body.keys() <= {"user", ITEMS_COLUMN}:
+            body = {"rows": [{users.column or k if k == "user" else k: v for k, v in body.items()}]}
     if len(body) != 1:
         raise HTTPException(400, 'give {"texts": [...]} or {"rows": [{...}]}')
     ((field, values),) = body.items()
@@ -159,10 +161,12 @@ def _samples(body: dict[str, Any], answerer: Answerer) -> list[Any]:
         raise HTTPException(400, "rows: must be objects, as columns by name")
     if any(len(str(value)) > MAX_CHARACTERS for value in values):
         raise HTTPException(400, f"{field}: each may have at most {MAX_CHARACTERS:,} characters")
-    read = rows.from_text if field == "texts" else rows.from_row
+    if users and field == "texts":
+        values = [{users.column or "user": value} for value in values]
+    read = rows.from_row if users or field == "rows" else rows.from_text
     samples = [read(value, f"{field}[{n}]") for n, value in enumerate(values)]
     out = tuple(dict.fromkeys(map(str, without)))
-    return [ListRequest(getattr(one, "user", one), top, out) for one in samples] if users else samples
+    return [one._replace(top=top, without=out) for one in samples] if users else samples
 
 
 def application(routes: list[Route], name: str) -> Starlette:

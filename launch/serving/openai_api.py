@@ -120,7 +120,7 @@ def parse(body: Mapping[str, Any], name: str, template: ChatTemplate | None, is_
     """
     body = {field: value for field, value in body.items() if value is not None}
     of_chats = {"messages", "max_completion_tokens", "tools", VALUES_COLUMN}
-    refuse_unknown(body, FIELDS.keys() - ({"prompt"} if is_chat else of_chats))
+    refuse_unknown(body, [name for name in FIELDS if name not in ({"prompt"} if is_chat else of_chats)])
     for one, value in (body if is_chat else {"prompt": None, **body}).items():
         is_right, said = FIELDS[one]
         if not is_right(value):

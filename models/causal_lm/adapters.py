@@ -171,7 +171,6 @@ def quantized_loading(bits: int, device: Any) -> dict[str, Any]:
     """Arguments of `from_pretrained` for matrices in 8 or 4 bits; none for 16. Raises UserError."""
     if bits == 16:
         return {}
-    lora.quiet_bitsandbytes()
     need("bitsandbytes", f"--load-bits {bits}")
     importlib.import_module("bitsandbytes")
     from transformers import BitsAndBytesConfig
@@ -188,7 +187,6 @@ def add_adapter(
 
     `base`: the model's folder or hub id, which a saved adapter names.
     """
-    lora.quiet_bitsandbytes()
     from peft import LoraConfig, inject_adapter_in_model
 
     from isobatch.models.causal_lm.frozen_weights import held_in_fp32

@@ -7,7 +7,6 @@ isobatch auto --task causal-lm --data FOLDER --model FOLDER --adapter qlora
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import shutil
 from collections.abc import Callable, Iterable, Mapping
@@ -414,20 +413,9 @@ class CausalLM(Task):
 def implied_by_model(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """What --adapter implies; and a model that reads less than the usual --max-length limits it."""
     implied = adapters.implied_options(values)
-    context = _context_on_disk(values.get("model"), values.get("revision"))
-    if "max_length" not in values and context and context < defaults["max_length"]:
-        implied["max_length"] = context
+    if values.get("model") not in PRESETS:
+        implied |= hub.shorter_length(values, defaults, model_sizes.context_length)
     return implied
-
-
-def _context_on_disk(name: str | None, revision: str | None) -> int | None:
-    """The tokens that a model reads at most, where it lies on this machine and says so."""
-    if not name or name in PRESETS:
-        return None
-    with contextlib.suppress(UserError):  # `check` says what is wrong with it
-        if hub.local_folder(name, revision):
-            return model_sizes.context_length(hub.load_config(name, revision))
-    return None
 
 
 def _targets(batch: Batch) -> Tensor:

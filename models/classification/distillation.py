@@ -58,11 +58,10 @@ class DistilledClassifier(Classifier):
         """--model defaults to the model of `initial_model_option`; folders become whole paths."""
         folders = {n: Path(v).expanduser() for n in ("teacher", "pruned") if (v := values.get(n)) is not None}
         found = {name: str(path.resolve()) for name, path in folders.items() if path.is_dir()}
-        found = {**super().complete(values), **found}
         asked = cls.initial_model_option
-        if (given := found.get(asked, values.get(asked))) is None:
-            return found
-        return {**found, "model": hub.resolve_model(str(given), f"--{asked}")}
+        if (given := found.get(asked, values.get(asked))) is not None:
+            found["model"] = hub.resolve_model(str(given), f"--{asked}")
+        return {**super().complete({**values, **found}), **found}
 
     @property
     def teacher_name(self) -> str | None:

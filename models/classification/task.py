@@ -92,10 +92,13 @@ class Classifier(Task):
 
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A model from scratch has a learning rate of its own."""
-        layer = cls.demo if values.get("data", DEMO) == DEMO else cls.defaults
+        """A model from scratch has a learning rate of its own; one that reads less limits --max-length."""
+        layer = {**cls.defaults, **(cls.demo if values.get("data", DEMO) == DEMO else {})}
         sizes = PRESETS.get(str(values.get("model", layer["model"])))
-        return {} if sizes is None else {"lr": FROM_SCRATCH / sizes.get("hidden_size", 768)}
+        if sizes is not None:
+            return {"lr": FROM_SCRATCH / sizes.get("hidden_size", 768)}
+        usual = {**layer, **(cls.fast if values.get("mode") == "fast" else {})}
+        return hub.shorter_length(values, usual, saving.max_input_tokens)
 
     @property
     def _model_name(self) -> str:

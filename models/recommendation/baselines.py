@@ -20,6 +20,7 @@ from isobatch.core import atomic_files
 from isobatch.core.terminal import doing
 from isobatch.models.recommendation import ranking
 from isobatch.models.recommendation.classics import CLASSICS, Arrays, Settings, TrainingPairs, als_users
+from isobatch.models.recommendation.network import spans
 from isobatch.models.recommendation.recommendations import (
     ALS,
     BASELINES,
@@ -235,9 +236,9 @@ def paired_interval(differences: Tensor, users: Tensor) -> list[float] | None:
 
 def input_matrix(net: Any, user: Tensor, inputs: Tensor) -> Tensor:
     """(B, items) CSR: 1 where an item is among the first `inputs` (B,) interactions of (B,) users."""
-    rows, items = net.interactions(user.to(net.seen.device), inputs.to(net.seen.device))
-    size = len(user), len(net.item_text)
-    pairs = (rows * size[1] + items).unique().cpu()
+    device, size = net.starts.device, (len(user), len(net.item_text))
+    rows, positions = spans(net.starts[user.to(device)], inputs.long().to(device))
+    pairs = (rows * size[1] + net.history[positions]).unique().cpu()
     starts = torch.searchsorted(pairs, torch.arange(size[0] + 1) * size[1])
     return torch.sparse_csr_tensor(
         starts, pairs % size[1], torch.ones(len(pairs)), size, check_invariants=False

@@ -11,7 +11,7 @@ import numpy as np
 from safetensors import safe_open
 
 from isobatch.core.errors import UserError
-from isobatch.models.recommendation.recommendations import VECTORS_FILE
+from isobatch.models.recommendation.recommendations import VECTORS_FILE, written_otherwise
 
 CATALOGUE_FOLDER, NAMES_FILE = "catalogue", "names.json"
 
@@ -105,7 +105,7 @@ def trained_before(final: Path, folder: str | Path) -> str:
 def _places(final: Path, folder: str | Path) -> tuple[dict[str, int], dict[str, np.ndarray]]:
     """Of `user` and `item`: (how many an earlier run has, the number there of each of the data, or -1).
 
-    Raises UserError where `final` has no names.
+    Raises UserError where `final` has no names, or most ids are written otherwise than there.
     """
     if not (final / NAMES_FILE).is_file():
         raise UserError(f"--from {final.parent}: has no {NAMES_FILE} of its users and items: put final/ back")
@@ -113,6 +113,11 @@ def _places(final: Path, folder: str | Path) -> tuple[dict[str, int], dict[str, 
     counts, places = dict[str, int](), dict[str, np.ndarray]()
     for what in ("user", "item"):
         numbers = {name: number for number, name in enumerate(before[f"{what}s"])}
+        new = (name for name in now[f"{what}s"] if name not in numbers)
+        lost = [(name, there) for name in new if (there := written_otherwise(name, numbers))]
+        if 2 * len(lost) > len(now[f"{what}s"]):
+            said = f"{len(lost):,} {what}s are written otherwise there, as {lost[0][1]} for {lost[0][0]}"
+            raise UserError(f"--from {final.parent}: {said}: write them alike, as text with their zeros")
         counts[what] = len(before[f"{what}s"])
         places[what] = np.array([numbers.get(name, -1) for name in now[f"{what}s"]], np.int64)
     return counts, places

@@ -101,8 +101,7 @@ def export_vectors(final: Path, folder: Path, by: str) -> dict[str, Any]:
         from usearch.index import Index
 
         # Products of long vectors and short ones need more neighbours than usearch's own 16 of 128.
-        fine: dict[str, Any] = {"connectivity": 32, "expansion_add": 512}
-        index = Index(ndim=items.shape[1], metric="ip", dtype="f32", **fine)
+        index = Index(ndim=items.shape[1], metric="ip", dtype="f32", connectivity=32, expansion_add=512)
         index.add(np.arange(len(items)), items.astype(np.float32))
         index.save(str(folder / "items.usearch"))
     return {"max_logit_difference": worst, "samples": compared}

@@ -5,7 +5,6 @@ Letters: B users, k items of a user, S items shared by all users, n users or ite
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -21,8 +20,9 @@ PARTS = {
     **dict.fromkeys(("user_meta_proj", "item_meta_proj"), "projection"),
     **dict.fromkeys(("user_fusion", "item_fusion"), "fusion"),
     **dict.fromkeys(("mlp_layers", "product", "sequence"), "mlp"),
+    "encoder": "encoder",
 }
-"""Module -> its name for --trainable; all others are `ids`."""
+"""Module -> its name for --trainable, but for the encoder; all others are `ids`."""
 ID_INIT_STD = 0.1
 """Standard deviation of the initial id embeddings (Rendle et al. 2020)."""
 
@@ -90,13 +90,6 @@ class RecommenderNet(nn.Module):
         if self.mlp_layers is None:
             return 1
         return 2 * max(m.out_features for m in self.mlp_layers if isinstance(m, nn.Linear))
-
-    def trainable_parts(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(its name for --trainable, parameter) of all parameters but the encoder's."""
-        for name, p in self.named_parameters():
-            module = name.partition(".")[0]
-            if module != "encoder":
-                yield PARTS.get(module, "ids"), p
 
     def forward(self, user: Any, items: list[Tensor], inputs: Tensor | None = None) -> list[Tensor]:
         """Scores of (B,) users with each of `items`: (B, k) of their own, or (S,) shared by all users.
@@ -191,13 +184,6 @@ class RecommenderNet(nn.Module):
         key = user[:, None] * len(self.item_text) + items
         position = torch.searchsorted(self.seen, key).clamp_max(len(self.seen) - 1)
         return self.seen[position] == key
-
-    def interactions(self, user: Tensor, counts: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(rows, items) of the first `counts` (B,) interactions of (B,) users, or of all; rows are 0..B-1."""
-        first = self.starts[user]
-        counts = self.starts[user + 1] - first if counts is None else counts.long()
-        rows, positions = spans(first, counts)
-        return rows, self.history[positions].long()
 
     @torch.no_grad()
     def all_vectors(self) -> tuple[Tensor, Tensor]:

@@ -193,8 +193,9 @@ class Recommendations:
     def recommend_each(self, users: Sequence[str], top: int) -> list[list[dict[str, Any]]]:
         """The same for each of these users, computed together."""
         if unknown := [user for user in users if not self.knows_user(user)]:
-            shown = ", ".join(self.users[:5])
-            raise RecommendationError(f"user {unknown[0]}: is not in the training data (ids such as {shown})")
+            close = self.meant(unknown[0], is_user=True)
+            hint = f"did you mean {close}?" if close else f"ids such as {', '.join(self.users[:5])}"
+            raise RecommendationError(f"user {unknown[0]}: is not in the training data ({hint})")
         numbers = [self._user_numbers[_as_known(user, self._user_numbers)] for user in users]
         return self._entries(*self.lists(numbers, top)) if numbers else []
 
@@ -314,6 +315,13 @@ class Recommendations:
         scores = self.scores_for(telling, weights[kept])
         return self._entries(*self._top(scores[None], taken, top))[0]
 
+    def with_items(self, user: str, items: Sequence[str], top: int) -> list[dict[str, Any]]:
+        """What `for_items` gives for all that a user of the training data had, and these items behind it."""
+        if any(part.by == MODEL and part.attention_heads for part in (self, *(p for _, p in self._parts))):
+            raise RecommendationError("the order of what a user had, which this model reads, is not kept")
+        had = self._had_by(np.array([self._user_numbers[_as_known(user, self._user_numbers)]]))[1]
+        return self.for_items([*(self.items[n] for n in had), *items], top)
+
     def scores_for(self, taken: np.ndarray, amounts: Any = 1.0) -> Any:
         """(items,) scores for a user who was not in training and took these different items, by number."""
         vector = self.new_user(taken, amounts * np.ones(len(taken)))
@@ -424,19 +432,16 @@ class Recommendations:
             )
         # An id that is much like another one is still another item: titles alone are guessed.
         titles = [] if self.titles == self.items else self.titles
-        close = self.with_zeros(item) or next(iter(difflib.get_close_matches(item, titles, n=1)), "")
+        close = self.meant(item) or next(iter(difflib.get_close_matches(item, titles, n=1)), "")
         hint = f"did you mean {close}?" if close else f"ids such as {ids}"
         raise RecommendationError(f"item {item}: is not in the training data ({hint})")
 
-    def with_zeros(self, item: str) -> str:
-        """The id that is this number with zeros before it, which tables and JSON lose, of at most 32 digits;
-        "" where none is.
-        """
-        longer = map(item.zfill, range(len(item) + 1, 33))
-        return next((found for found in longer if found in self._item_numbers), "")
-
     def _numbers_of(self, item: str) -> list[int]:
         return self._item_numbers.get(_as_known(item, self._item_numbers), [])
+
+    def meant(self, name: str, is_user: bool = False) -> str:
+        """The id of an item, or a user, that differs from this one as `written_otherwise` says."""
+        return written_otherwise(name, self._user_numbers if is_user else self._item_numbers)
 
     def knows_user(self, user: str) -> bool:
         """Whether it is the id of a user."""
@@ -670,6 +675,15 @@ def _spans(starts: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray
     counts = starts[rows + 1] - starts[rows]
     owner = np.repeat(np.arange(len(rows)), counts)
     return owner, np.arange(len(owner)) + (starts[rows] + counts - counts.cumsum())[owner]
+
+
+def written_otherwise(name: str, known: Container[str]) -> str:
+    """The known id that differs from this one by what tables and JSON change: blanks, `.0`, and zeros before
+    a number, of at most 32 digits; "" where none does.
+    """
+    bare = re.sub(r"\.0*$", "", name.strip())
+    zeros = map(bare.lstrip("0").zfill, range(1, 33)) if bare.isdecimal() else ()
+    return next((one for one in (bare, *zeros) if one != name and one in known), "")
 
 
 def _as_known(name: str, known: Container[str]) -> str:

@@ -23,7 +23,7 @@ from isobatch.models.base import Batch, Loss, ModelSize, Phase, Rows, StepContex
 from isobatch.models.causal_lm import model_sizes
 from isobatch.models.causal_lm.model_sizes import PRESETS
 from isobatch.models.model_card import ModelDescription, usage_lines
-from isobatch.models.recommendation import model_size, recommendations
+from isobatch.models.recommendation import catalogue, model_size, recommendations
 from isobatch.models.recommendation.recommendations import (
     ALS,
     BASELINES,
@@ -149,7 +149,7 @@ class Recommender(Task):
         found |= hub.unread_revision(self._text_model, self.recipe.tokenizer)
         if self.options.text == "off":
             read = ("model", "tokenizer", "revision", *(() if self.in_sequences else ("max_length",)))
-            found |= dict.fromkeys(read, "texts are off")
+            found |= dict.fromkeys(read, "no texts are read (--text off, which every --preset has)")
         if not self._has_network:
             steps = "epochs steps least_steps ema lr weight_decay warmup schedule clip optimizer"
             found |= dict.fromkeys(steps.split(), "the classics are not trained by steps")
@@ -170,9 +170,8 @@ class Recommender(Task):
                 f"--sparse-tables: rows are updated by Adam; leave out --optimizer {recipe.optimizer}": (
                     options.sparse_tables and recipe.optimizer != "adamw"
                 ),
-                "--head none: no network is trained that could read texts: say --preset classics": (
-                    not self._has_network and options.text != "off"
-                ),
+                "--head none, as in --preset classics: no network is trained that could read texts: say"
+                " --text off, or take another --preset": not self._has_network and options.text != "off",
                 f"--dim {dim}: neumf halves it, so it must be even": options.head == "neumf" and dim % 2,
                 f"--trainable {','.join(unknown)}: is not one of {', '.join(TRAINABLE_PARTS)}": unknown,
                 f"--cohort {cohort}: must be 0, or from 2 on and divide --batch-size {recipe.batch_size}": (
@@ -229,27 +228,26 @@ class Recommender(Task):
         return config
 
     def build_model(self, facts: Facts) -> nn.Module:
-        from isobatch.models.recommendation.catalogue import Catalogue
         from isobatch.models.recommendation.network import RecommenderNet
 
-        options, catalogue = self.options, Catalogue.read(facts.folder)
-        encoder = self._build_encoder(facts, catalogue)
+        options, known = self.options, catalogue.Catalogue.read(facts.folder)
+        encoder = self._build_encoder(facts, known)
         self._text_cache = Path(facts.folder) / TEXT_CACHE_FOLDER
         if self.in_sequences:
             from isobatch.models.recommendation.sequence import SequenceNet
 
             sizes = {"longest": self.recipe.max_length, "blocks": options.blocks, "heads": options.heads}
             dropout = self.recipe.dropout or 0.0
-            net: RecommenderNet = SequenceNet(catalogue, options.dim, encoder, dropout=dropout, **sizes)
+            net: RecommenderNet = SequenceNet(known, options.dim, encoder, dropout=dropout, **sizes)
         else:
             layers = model_size.parse_layer_widths(options.layers)
             # Probabilities need to know how many items a user takes.
             bias, head = options.loss != "sampled-softmax", options.head if self._has_network else "dot"
-            net = RecommenderNet(catalogue, options.dim, layers, head, encoder, user_bias=bias)
+            net = RecommenderNet(known, options.dim, layers, head, encoder, user_bias=bias)
         net.repeats = bool(facts.extra.get("repeats"))
         return net
 
-    def _build_encoder(self, facts: Facts, catalogue: Any) -> Any:
+    def _build_encoder(self, facts: Facts, known: catalogue.Catalogue) -> Any:
         from transformers import AutoConfig
 
         from isobatch.models.recommendation.text_encoder import TextEncoder, add_lora, load_text_model
@@ -263,7 +261,7 @@ class Recommender(Task):
             place = hub.fetch_weights(name, self.recipe.revision, "--text-model")
             config_there = AutoConfig.from_pretrained(place, **hub.remote_code_kwargs(False))
             net = load_text_model(config_there, place, self.recipe.revision)
-        encoder = TextEncoder(net, catalogue, options.text_cache != "off")
+        encoder = TextEncoder(net, known, options.text_cache != "off")
         self._first_lora_block = 0
         if options.text in (None, "lora"):
             blocks = len(encoder.blocks[2])
@@ -283,8 +281,10 @@ class Recommender(Task):
 
     def begin_phase(self, model: Any, phase: str, first: Callable[[int], Iterable[Batch]]) -> None:
         """Choose what trains, and compute once what will not change in this phase."""
-        for kind, p in model.trainable_parts():
-            p.requires_grad_(kind in self._trainable)
+        from isobatch.models.recommendation.network import PARTS
+
+        for name, p in model.named_parameters():
+            p.requires_grad_(PARTS.get(name.partition(".")[0], "ids") in self._trainable)
         encoder = model.encoder
         if encoder is None:
             return
@@ -370,15 +370,11 @@ class Recommender(Task):
         return "; ".join(filter(None, (said, beside, lists)))
 
     def kept_rows(self, run: Path, facts: Facts) -> tuple[Mapping[str, Any], str]:
-        from isobatch.models.recommendation.catalogue import kept_rows
-
         sides = ("item",) if self.in_sequences else ("user", "item")
-        return kept_rows(run / "final", facts.folder, sides, self.options.text != "off")
+        return catalogue.kept_rows(run / "final", facts.folder, sides, self.options.text != "off")
 
     def trained_before(self, run: Path, facts: Facts) -> str:
-        from isobatch.models.recommendation.catalogue import trained_before
-
-        return trained_before(run / "final", facts.folder)
+        return catalogue.trained_before(run / "final", facts.folder)
 
     def open_lists(self, final: Path, by: str = BEST) -> recommendations.Recommendations:
         with hub.reading(final):
@@ -396,8 +392,6 @@ class Recommender(Task):
         """What `Recommendations` reads, and a copy of recommendations.py."""
         import numpy as np
         from safetensors.numpy import save_file
-
-        from isobatch.models.recommendation import catalogue
 
         users, items = model.eval().all_vectors()
         arrays = {"users": users, "items": items, "bias": model.item_bias.weight[:, 0]}

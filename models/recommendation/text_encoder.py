@@ -20,7 +20,6 @@ from isobatch.core.atomic_files import shared_folder
 from isobatch.core.errors import UserError
 from isobatch.models import hub
 from isobatch.models.activations import fuse_gelu
-from isobatch.models.lora import quiet_bitsandbytes
 from isobatch.models.recommendation.model_size import CHUNK_TOKENS
 
 if TYPE_CHECKING:
@@ -186,7 +185,6 @@ def add_lora(encoder: TextEncoder, blocks: int, rank: int, alpha: int) -> int:
 
     Returns the lowest block with LoRA. Raises UserError if no attention projection is found.
     """
-    quiet_bitsandbytes()
     from peft import LoraConfig, inject_adapter_in_model
 
     _, name, all_blocks = encoder.blocks

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from isobatch.core.errors import UserError
+from isobatch.engine.registry import workload
 from isobatch.models import hub
 from isobatch.models.base import Sum
 from isobatch.models.classification.task import Classifier, ClassifierOptions
@@ -143,6 +144,22 @@ def test_transformers_opens_the_export(model: Any, tmp_path: Path) -> None:
 def test_bad_input_is_answered_in_one_line(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
         make(**{"model": "tiny", **changes}).check()
+
+
+@pytest.mark.parametrize(
+    ("typed", "limit"),
+    [({}, 100), ({"mode": "fast"}, None), ({"max_length": 128}, None), ({"model": "bert-6l"}, None)],
+)
+@pytest.mark.parametrize("task", ["classifier", "pruning", "qat"])
+def test_a_model_that_reads_little_limits_what_was_not_asked_for(
+    task: str, typed: dict[str, Any], limit: int | None, tmp_path: Path
+) -> None:
+    """128 tokens are usual, 64 in fast mode."""
+    (tmp_path / "config.json").write_text('{"model_type": "bert", "max_position_embeddings": 100}')
+    kind = workload(task).task
+    assert kind.complete({"data": "rows.csv", "model": str(tmp_path), **typed}).get("max_length") == limit
+    teacher = {"data": "rows.csv", kind.initial_model_option: str(tmp_path)} if task != "classifier" else {}
+    assert not teacher or kind.complete(teacher)["max_length"] == 100
 
 
 def test_a_config_without_a_model_type_is_answered_in_one_line(tmp_path: Path) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-import pytest
-
 from isobatch.engine.optimization.early_stopping import EarlyStopping
 
 
@@ -44,23 +42,3 @@ def test_what_is_not_finite_is_no_improvement() -> None:
     judge = EarlyStopping("min", patience=3)
     assert verdicts(judge, math.nan, math.inf, -math.inf) == [False, False, False]
     assert (judge.best, judge.should_stop) == (None, True)
-
-
-@pytest.mark.parametrize(
-    ("direction", "best", "kept", "told"),
-    [
-        ("max", 0.1256, 0.0671, True),
-        ("max", 0.1256, 0.1200, False),
-        ("max", 0.1256, 0.2, False),
-        ("min", 2.0, 2.5, True),
-        ("min", 2.0, 2.1, False),
-        ("min", -2.0, -1.5, True),
-    ],
-)
-def test_a_value_that_was_clearly_better_earlier_is_told(
-    direction: str, best: float, kept: float, told: bool
-) -> None:
-    judge = EarlyStopping(direction)
-    assert not judge.was_better(kept), "nothing was evaluated"
-    judge.update(best, 42)
-    assert judge.was_better(kept) is told

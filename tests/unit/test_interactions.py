@@ -386,6 +386,21 @@ def test_a_run_that_goes_on_says_how_many_held_out_rows_it_knows(
     assert (before == now != "users") <= (said is None)
 
 
+@pytest.mark.parametrize("side", ["user", "item"])
+def test_ids_that_an_earlier_run_has_with_zeros_are_not_new_ones(side: str, tmp_path: Path) -> None:
+    rows = [(f"{u:05d}", f"{(u + 3 * n) % 17:04d}", n) for u in range(6) for n in range(5)]
+    lost = [(int(u), i, n) if side == "user" else (u, int(i), n) for u, i, n in rows]
+    found = []
+    for name, some in (("old.csv", rows), ("new.csv", lost)):
+        (tmp_path / name).write_text("\n".join(["user,item,time", *(f"{u},{i},{n}" for u, i, n in some)]))
+        found.append(made(tmp_path / name)[0])
+    (tmp_path / "names.json").write_text(json.dumps(catalogue.read_names(found[0].folder)))
+    there = {"user": "00000 for 0", "item": "0000 for 0"}[side]
+    with pytest.raises(UserError, match=f"{side}s are written otherwise there, as {there}: write them alike"):
+        catalogue.kept_rows(tmp_path, found[1].folder, ("user", "item"), False)
+    assert "0 new, 0 gone" in catalogue.kept_rows(tmp_path, found[0].folder, ("user", "item"), False)[1]
+
+
 def test_a_file_is_rated_and_known_as_the_data_of_the_run(tmp_path: Path) -> None:
     rows = [f"u{u},i{(u + 3 * n) % 17},{n},5" for u in range(6) for n in range(5)]
     (tmp_path / "log.csv").write_text("\n".join(["user,item,time,rating", *rows]))

@@ -350,7 +350,7 @@ KNOWN: dict[str, tuple[dict[str, Any], Any, list[str]]] = {
 NOT_KNOWN = {
     "a user": ({"user": "nobody"}, "user nobody: is not in the training data"),
     "a basket": ({"items": ["new"]}, "item new: is not in the training data"),
-    "nothing taken": ({"items": []}, "items: is empty"),
+    "nothing taken": ({"items": []}, "neither a user nor an item is given"),
     "a title of two items": ({"items": ["i1", "Chasing Amy"]}, "Chasing Amy: 2 items have this title"),
 }
 
@@ -383,6 +383,56 @@ def test_a_request_of_which_nothing_is_known_has_the_popular_list(
     assert not re.search(r"\bu\d", first["fallback"]), "ids of users are no client's business"
 
 
+ROWS: dict[str, tuple[dict[str, Any], str]] = {
+    "a user": ({"user": "u0"}, "own"),
+    "a user, an empty basket": ({"user": "u0", "items": []}, "own"),
+    "a user, no basket": ({"user": "u0", "items": None}, "own"),
+    "a user, a blank basket": ({"user": "u0", "items": " "}, "own"),
+    "a user, a strange basket": ({"user": "u0", "items": ["new"]}, "own"),
+    "both": ({"user": "u0", "items": ["i20"]}, "both"),
+    "both, by column": ({"customer_id": "u0", "items": "i20"}, "both"),
+    "a basket": ({"items": ["i20"]}, "basket"),
+    "a blank user, a basket": ({"user": " ", "items": ["i20", None]}, "basket"),
+    "no user, a basket": ({"user": None, "items": ["i20"]}, "basket"),
+    "a stranger, a basket": ({"user": "nobody", "items": ["i20"]}, "basket"),
+    "a stranger": ({"user": "nobody"}, "popular"),
+    "an empty user": ({"user": ""}, "popular"),
+    "a null": ({"user": None}, "popular"),
+    "a gap in a table": ({"user": float("nan")}, "popular"),
+    "neither": ({"user": "", "items": []}, "popular"),
+    "a strange basket": ({"items": ["new"]}, "popular"),
+}
+"""A row -> of what its list is made."""
+
+
+@pytest.mark.parametrize("by", ["dot", "mlp", "sequence", "knn", "ease", "als", "blend"])
+def test_every_kind_of_row_has_a_list_that_says_what_did_not_count(by: str, tmp_path: Path) -> None:
+    lists = write_twins(tmp_path, by, "ease", "als") if by != "sequence" else write_model(tmp_path)
+    lists.attention_heads = int(by == "sequence")  # what such a network knows of a new user is made elsewhere
+    lists._last_state = lambda taken: lists.arrays["items"][taken].mean(0)  # type: ignore[method-assign]  # noqa: SLF001
+    reader, own = UserReader(lists=lists), names(lists.recommend("u0", 5))
+    found = {}
+    for name, (row, _) in ROWS.items():
+        (found[name],) = answer_users(lists, 5, [reader.from_row(row, "row 1")])
+    takes_new, mixes = by != "mlp", by not in ("mlp", "sequence")
+    had = [lists.items[n] for n in lists._had_by(np.array([0]))[1]]  # noqa: SLF001
+    made = {"own": own, "popular": names(lists.popular(5))}
+    made["basket"] = names(lists.for_items(["i20"], 5)) if takes_new else made["popular"]
+    made["both"] = names(lists.for_items([*had, "i20"], 5)) if mixes else [i for i in own if i != "i20"]
+    for name, (_, of) in ROWS.items():
+        listed = found[name]["items"]
+        assert listed[: len(made[of])] == made[of][: len(listed)], name
+        assert ("unused" in found[name]) == (of == "both" and not mixes), name
+        is_fallback = of == "popular" or (of == "basket" and not takes_new)
+        assert ("fallback" in found[name]) == is_fallback, name
+    for row, said in {
+        "has no column user_id": {"x": 1},
+        "holds dict, not a list": {"items": {"a": 1}},
+    }.items():
+        with pytest.raises(UserError, match=row):
+            reader.from_row(said, "row 1")
+
+
 def test_a_number_that_lost_its_zeros_is_asked_about(tmp_path: Path) -> None:
     write_model(tmp_path)
     told = json.loads((tmp_path / "names.json").read_text())
@@ -396,6 +446,32 @@ def test_a_number_that_lost_its_zeros_is_asked_about(tmp_path: Path) -> None:
     assert "10644 (did you mean 010644?)" in choose(lists, without="10644")[0]
     with pytest.raises(UserError, match=r"did you mean 010644\?"):
         lists.for_items(["10644"], 3)
+    told["users"][7] = "0010386"
+    (tmp_path / "names.json").write_text(json.dumps(told))
+    lists = open_lists(tmp_path)
+    for name in ("10386", "10386.0", "00010386", " 0010386", "0010386.00 "):
+        with pytest.raises(UserError, match=r"is not in the training data \(did you mean 0010386\?\)"):
+            lists.recommend(name, 3)
+        (found,) = answer_users(lists, 3, [UserReader(lists=lists).from_row({"user": name}, "row")])
+        assert found["did_you_mean"] == {name: "0010386"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "known", "meant"),
+    [
+        ("7", ["007", "8"], "007"),
+        ("007", ["7"], "7"),
+        ("7.0", ["07"], "07"),
+        (" a ", ["a"], "a"),
+        ("a", ["0a", "aa"], ""),
+        ("0", ["00"], "00"),
+        ("7", ["7"], ""),
+        ("7", ["70"], ""),
+        ("", ["0"], ""),
+    ],
+)
+def test_an_id_that_differs_by_how_it_is_written_is_found(asked: str, known: list[str], meant: str) -> None:
+    assert recommendations.written_otherwise(asked, known) == meant
 
 
 def test_what_a_client_may_ask_of_lists(tmp_path: Path) -> None:
@@ -411,6 +487,14 @@ def test_what_a_client_may_ask_of_lists(tmp_path: Path) -> None:
     ]
     (five,) = asked(items=["i1"], top=5)["predictions"]
     assert five["items"] == names(lists.for_items(["i1"], 5))
+    for nobody in ("", None, "nobody"):
+        (found,) = asked(user=nobody)["predictions"]
+        assert found["items"] == names(lists.popular(2))
+        assert (
+            found
+            == asked(rows=[{"user": nobody}])["predictions"][0]
+            == asked(texts=[nobody])["predictions"][0]
+        )
     wrong: dict[str, tuple[dict[str, Any], ...]] = {
         "top: must be a whole number from 1 to 1,000": (
             {"top": 0},
@@ -420,6 +504,7 @@ def test_what_a_client_may_ask_of_lists(tmp_path: Path) -> None:
         ),
         "without: must be a list": ({"without": "i1"}, {"without": ["i"] * 1025}),
         "did you mean top?": ({"topp": 3},),
+        "there is no such field; there are texts, rows, user, items, top, without": ({"zz": 3},),
     }
     for why, wishes in wrong.items():
         for wish in wishes:

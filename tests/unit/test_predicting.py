@@ -94,9 +94,9 @@ READ: dict[str, tuple[Any, dict[str, Any], Any]] = {
     "named": (TextReader("body"), {"text": "b", "body": "a"}, "a"),
     "usual pair": (TextReader(), {"premise": "a", "hypothesis": "b"}, ("a", "b")),
     "ids": (SequenceReader(), {"tokens": [1, 2]}, [1, 2]),
-    "user": (UserReader(), {"user_id": 7}, ListRequest("7")),
-    "a new user": (UserReader(), {"items": [3, "b"]}, ListRequest(["3", "b"])),
-    "nothing taken": (UserReader(), {"items": []}, ListRequest([])),
+    "user": (UserReader(), {"user_id": 7}, ListRequest("7", [])),
+    "a new user": (UserReader(), {"items": [3, "b"]}, ListRequest("", ["3", "b"])),
+    "nothing taken": (UserReader(), {"items": []}, ListRequest("", [])),
 }
 
 

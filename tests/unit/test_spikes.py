@@ -201,6 +201,19 @@ def test_ordinary_training_has_no_spike() -> None:
         assert "nan" in watch.judge(float("nan"), 1.0)
 
 
+def test_a_converged_run_has_no_spike_until_one_is_far_out_of_its_own_scatter() -> None:
+    """Where the loss is near zero, batches differ by factors."""
+    for seed in range(100):
+        draws = np.random.default_rng(seed)
+        losses, norms = np.exp(draws.normal(size=(2, 200))) * [[1e-3], [1e-2]]
+        watch = SpikeWatch()
+        for loss, norm in zip(losses.tolist(), norms.tolist(), strict=True):
+            assert watch.judge(loss, norm) == ""
+            watch.take_in(loss, norm)
+        assert "its loss was" in watch.judge(1e3, 1e-2)
+        assert "its gradient norm was" in watch.judge(1e-3, 1e2)
+
+
 def test_too_many_spikes_end_training(tmp_path: Path) -> None:
     assert SpikeWatch().judge(1e9, 1.0) == "", "there is nothing to compare the first steps with"
     with pytest.raises(TrainingError, match="8 of the 64 steps before were left out: lower --lr"):

@@ -120,7 +120,7 @@ def test_a_field_changes_something_or_is_refused(task: str) -> None:
     ("task", "asked", "problem"),
     [
         ("recommender", {"dropout": 0.1}, "--dropout 0.1: only a recommender of --samples"),
-        ("recommender", {"text": "off", "max_length": 8}, "--max-length 8: texts are off; leave it out"),
+        ("recommender", {"text": "off", "max_length": 8}, "--max-length 8: no texts are read"),
         ("recommender", {"loss": "bce", "noise": "native"}, "--noise native: the negatives' draws are keyed"),
         ("causal-lm", {"revision": "main"}, "--revision main: no model here is from the hub"),
         ("classifier", {"format": "csv"}, "--format csv: the demo's data has one form"),
