@@ -109,7 +109,8 @@ def with_sbatch_flags(options: SlurmOptions) -> SlurmOptions:
             raise UserError(f"--sbatch {word}: --{name} is given already: leave one out")
         else:
             found[name] = value if equals else next(words, "")
-    return dataclasses.replace(options, sbatch=shlex.join(others) or None, **found)
+    # All of TAKEN_OVER are texts.
+    return dataclasses.replace(options, sbatch=shlex.join(others) or None, **found)  # type: ignore[arg-type]
 
 
 def validated(request: Request, options: SlurmOptions) -> Request:
