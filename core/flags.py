@@ -195,8 +195,9 @@ def _convert(kind: Any, value: Any) -> Any:
         return _convert_choice(choices, value)
     if origin is typing.Annotated:
         number = _convert(arguments[0], value)
-        if not arguments[1].allows(number):
-            raise ValueError(f"must be {arguments[1]}")
+        if not (allowed := arguments[1]).allows(number):
+            is_percent = allowed.high <= 1 < number and allowed.allows(number / 100)
+            raise ValueError(f"must be {allowed}" + f" ({number:g} % is {number / 100:g})" * is_percent)
         return number
     if origin is tuple:
         items = value if isinstance(value, list | tuple) else str(value).split(",")

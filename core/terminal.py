@@ -67,8 +67,7 @@ def format_activity(activity: Activity, width: int, encoding: str = "utf-8") -> 
 
 def columns(stream: TextIO | None = None) -> int:
     """Characters of a line of a stream, by default of standard output."""
-    is_terminal = (stream or sys.stdout).isatty()
-    return shutil.get_terminal_size().columns if is_terminal else PIPE_COLUMNS
+    return shutil.get_terminal_size().columns if (stream or sys.stdout).isatty() else PIPE_COLUMNS
 
 
 def on_screen(text: str, stream: TextIO | None = None) -> str:

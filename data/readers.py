@@ -167,8 +167,7 @@ def _find_in_folder(folder: Path, file_format: str | None) -> dict[str, SplitFil
 
 def split_named(name: str) -> str | None:
     """The split that the words of a file's name say."""
-    words = re.split(r"[^a-z]+", name.lower())
-    return next((SPLITS[word] for word in words if word in SPLITS), None)
+    return next((SPLITS[word] for word in re.split(r"[^a-z]+", name.lower()) if word in SPLITS), None)
 
 
 def count_rows(part: SplitFiles) -> int:

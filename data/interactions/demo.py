@@ -29,8 +29,7 @@ def demo_interactions() -> RawInteractions:
     rng = np.random.Generator(np.random.PCG64(0))
     genre = rng.integers(len(GENRES), size=BOOKS)
     taste = rng.integers(len(GENRES), size=(READERS, 2))
-    counts = rng.integers(LOANS // 2, LOANS * 3 // 2 + 1, size=READERS)
-    user = np.repeat(np.arange(READERS), counts)
+    user = np.repeat(np.arange(READERS), rng.integers(LOANS // 2, LOANS * 3 // 2 + 1, size=READERS))
     kind = np.where(
         rng.integers(4, size=len(user)) > 0,
         taste[user, rng.integers(2, size=len(user))],
@@ -42,8 +41,7 @@ def demo_interactions() -> RawInteractions:
     item = np.array(
         [books_of_genre[k][len(books_of_genre[k]) * p >> 16] for k, p in zip(kind, position, strict=True)]
     )
-    time = rng.permutation(len(user))
-    made = pa.table({"user": user, "item": item, "time": time})
+    made = pa.table({"user": user, "item": item, "time": rng.permutation(len(user))})
     table = Table("demo", dict(zip(made.column_names, made.column_names, strict=True)), made.to_batches)
     jobs = ((GENRES[one]["jobs"][rng.integers(2)], AGES[rng.integers(len(AGES))]) for one, _ in taste)
     readers = {str(reader): f"{age} {job}" for reader, (job, age) in enumerate(jobs)}

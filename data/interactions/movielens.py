@@ -111,8 +111,7 @@ def _read_ncf_negatives(file: Path, test: Table) -> np.ndarray:
     tables = delimited_table(file, headless("\t", names)), test
     table, tested = (pa.Table.from_batches(one.batches()) for one in tables)
     taken = zip(tested["user"].to_pylist(), tested["item"].to_pylist(), strict=True)
-    pairs = [f"({user},{item})" for user, item in taken]
-    if table["pair"].to_pylist() != pairs:
+    if table["pair"].to_pylist() != [f"({user},{item})" for user, item in taken]:
         raise UserError(f"{file}: its rows are not those of the test file, in the same order")
     return np.stack([table[n].to_numpy() for n in names[1:]], 1)
 

@@ -36,6 +36,8 @@ LABELLED_WORDS = f"word{WEIGHT}"
 """The column of how many words of a sample have a label, where words are labelled."""
 NO_LABEL = -100
 """The label of a token that is no first piece of a word, as transformers and CrossEntropyLoss have it."""
+UNPROVEN = 0.01
+"""The chance at which answers show no precision, as a classifier's calibration has it."""
 HELD_OUT_SHARE = 0.1
 """Part of each class that is validation where there is no such split and --valid is not given."""
 
@@ -118,7 +120,7 @@ class Labelled(TokenizedData):
     """
 
     Options: ClassVar[type] = LabelledOptions
-    version: ClassVar[int] = 4
+    version: ClassVar[int] = 5
     cache_name: ClassVar[str] = "data.labelled.Labelled"
     demo_vocabulary_size: ClassVar[int] = 2048
     fewest_tokens: ClassVar[tuple[int, str]] = (300, "characters and special tokens")
@@ -177,6 +179,10 @@ class Labelled(TokenizedData):
         labels = reading.learnt_names(kind, splits, self.recipe.data, self.known)
         if rare := [str(name) for name in labels if counts[name] == 1 and not fixed]:
             notes.append(f"labels of one training row each: {reading.first_names(rare)}")
+        held = len(splits["valid"])
+        if kind.name == "classes" and not fixed and (most := UNPROVEN ** (1 / held)) < 0.99:
+            said = f"rows, were all answered right, show a precision of {int(100 * most) / 100} at most"
+            notes.append(f"valid: {held:,} {said} (predict --precision)")
         tokenizer, special = self._open_tokenizer(reading.read_examples(rows["train"](), columns))
         if (words := isinstance(kind, WordTags)) and not fixed:  # the run's own does so already
             tokenizers.prepend_space(tokenizer)
@@ -192,7 +198,9 @@ class Labelled(TokenizedData):
             lengths, facts = arrays.pop("lengths"), sum(map(Counter, of_shards), Counter[str]())
             pads = {"tokens": special["pad"] or 0, "types": 0, "label": NO_LABEL}
             encoded: dict[str, Any] = {n: Ragged.of_lengths(v, lengths, pads[n]) for n, v in arrays.items()}
-            found[split] = encoded if words else {**encoded, "label": kind.values(known, labels)}
+            values, examples = kind.values(known, labels), reading.read_examples(rows[split](), columns)
+            found[split] = encoded if words else {**encoded, "label": values}
+            notes += [f"{split}: {note}" for note in reading.contradictions(known, values, examples)]
             if words:
                 encoded[LABELLED_WORDS] = _sums(encoded["label"], np.ones(len(labels), np.float32))
             if facts["cut"]:
@@ -237,12 +245,14 @@ class Labelled(TokenizedData):
         if self.known is None:
             kind.compare(splits["train"])
         share = corpora.share_of(self.options.valid) or HELD_OUT_SHARE
-        if "valid" not in splits:
+        if not (given := "valid" in splits):
             whole, read = splits["train"].named(kind), rows["train"]
-            drawn = kind.held_out(whole, share)
+            drawn = kind.hold_out(whole, share)
             for split, mask in (("train", ~drawn), ("valid", drawn)):
                 splits[split], rows[split] = whole.take(mask), partial(corpora.taken, read, mask)
             notes.append(corpora.held_out_note(share))
+            if again := len(whole) - len(np.unique(whole.hashes)):
+                notes.append(f"equal texts are on one side of the draw: {again:,} rows repeat one")
         if none := next((split for split, found in splits.items() if not len(found)), None):
             raise UserError(
                 f"--data {self.recipe.data}: the {none} split holds no rows with {columns.text} and"
@@ -252,7 +262,10 @@ class Labelled(TokenizedData):
         splits = {split: found.named(kind) for split, found in splits.items()}
         training = TrainingRows()
         for split in sorted(splits, key=lambda split: split != "train"):
-            notes += kind.notes(split, splits[split]) + training.compare(split, splits[split].hashes)
+            same = training.compare(split, splits[split].hashes)
+            notes += [*kind.notes(split, splits[split]), *same]
+            if same and given and self.known is None:
+                notes.append("without that file a share of training that shares no text is drawn (--valid)")
         return kind, splits, notes
 
     def _open_tokenizer(self, examples: Iterable[Example]) -> tuple[Tokenizer, dict[str, int | None]]:

@@ -85,6 +85,18 @@ class LabelKind(ABC):
                 left.subtract(rows[row])
         return held_out
 
+    def hold_out(self, split: SplitLabels, share: float) -> np.ndarray:
+        """As `held_out`, with equal texts on one side: of each text the row of the rarest label is drawn, so
+        that what only it has stays with training. Where that leaves nothing, as of a single text, as it.
+        """
+        rarest = np.argsort(np.bincount(split.codes)[split.codes], kind="stable")
+        chosen = np.zeros(len(split), bool)
+        chosen[rarest[np.unique(split.hashes[rarest], return_index=True)[1]]] = True
+        _, text = np.unique(split.hashes, return_inverse=True)
+        held_out = np.zeros(len(text), bool)
+        held_out[text[chosen]] = self.held_out(split.take(chosen), share)
+        return held_out[text] if held_out.any() else self.held_out(split, share)
+
     def balanced(self, counts: np.ndarray, rows: int) -> np.ndarray:  # noqa: ARG002  for those that need it
         """(C,) weights by how often a label is in the training split of so many rows. Raises UserError.
 

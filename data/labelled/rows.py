@@ -207,8 +207,7 @@ def _function_sources(source: str) -> Iterator[tuple[ast.FunctionDef, str]]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef):
             *before, last = lines[node.lineno - 1 : node.end_lineno]
-            text = b"\n".join([*before, last[: node.end_col_offset]])[node.col_offset :]
-            yield node, text.decode()
+            yield node, b"\n".join([*before, last[: node.end_col_offset]])[node.col_offset :].decode()
 
 
 NO_TEXT = "\0"
@@ -241,8 +240,7 @@ class SplitLabels:
         first: list[str] = []
         codes, hashes, words = array("i"), array("Q"), False
         for where, text, pair, written in examples:
-            label = written if text else NO_TEXT
-            code = place.setdefault(label, len(place))
+            code = place.setdefault(written if text else NO_TEXT, len(place))
             if code == len(first):
                 first.append(where)
             codes.append(code)
@@ -307,6 +305,20 @@ def leave_out(
             splits[split] = found.take(~lacking)
             rows[split] = partial(taken, rows[split], ~lacking)
     return notes
+
+
+def contradictions(split: SplitLabels, values: np.ndarray, examples: Iterable[Example]) -> list[str]:
+    """A line on the rows of a split whose text has another label in an earlier row, if any have, with the
+    places in the first three texts. `values` (n, ...): the labels.
+    """
+    _, first, text = np.unique(split.hashes, return_index=True, return_inverse=True)
+    other = np.flatnonzero((values != values[first[text]]).reshape(len(text), -1).any(1))
+    if not len(other):
+        return []
+    where = [example.where for example in examples]
+    of_texts = np.sort(other[np.unique(text[other], return_index=True)[1]])
+    pairs = (f"{where[row]} and {where[first[text[row]]]}" for row in of_texts[:3])
+    return [f"{len(other):,} rows have the text of an earlier row and another label: {'; '.join(pairs)}"]
 
 
 def learnt_names(

@@ -45,8 +45,7 @@ def encode_answer(
     values: Mapping[str, Any],
 ) -> np.ndarray:
     """(tokens,) of a prompt and its answer, cut as in training. `values`: the template's variables."""
-    text = render(answered, template, where, values)
-    (found,) = tokenize(iter([text]), template.end_id, settings)
+    (found,) = tokenize(iter([render(answered, template, where, values)]), template.end_id, settings)
     ((rows, _),) = found.fit(settings)
     return rows[0].tokens
 

@@ -122,8 +122,7 @@ class AnswerEncoder:
         counts, hashes = RowCounts(), list[int]()
         kept, labels = list[list[TokenRow]](), list[bool]()
         texts = self.data.texts(rows, split, self.template, counts)
-        found = tokenize(texts, self.template.end_id, self.settings)
-        for one in self.data.completed(found, split):
+        for one in self.data.completed(tokenize(texts, self.template.end_id, self.settings), split):
             text, ((own, cuts), *more) = one.text, one.fit(self.settings)
             learnt = [row.tokens.tobytes() for row in own]
             if len({*learnt}) < len(learnt):

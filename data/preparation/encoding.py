@@ -124,8 +124,7 @@ def encode_in_shards(
 
     Raises UserError as the encoder does.
     """
-    described = f"{encoder} {name}".encode()
-    job = short_digest(described, encoder.tokenizer.to_str().encode())
+    job = short_digest(f"{encoder} {name}".encode(), encoder.tokenizer.to_str().encode())
     make = partial(_made_once, encoder, workshop.folder, job)
     numbered: Iterator[tuple[int, list[str]]] = enumerate(batches(texts))
     first = list(itertools.islice(numbered, SHARDS_IN_THREADS))

@@ -33,8 +33,7 @@ class InputPosition:
         rate = max(1.0, self.done) / max(1e-3, now() - self.began)
         left = format_duration(max(0.0, self.total - self.done) / rate)
         done, total = round(min(self.total, self.done) / MEGABYTE), round(self.total / MEGABYTE)
-        figures = (f"{left} left", f"{rate / MEGABYTE:.1f} MB/s")
-        doing(text, done, total, figures)
+        doing(text, done, total, (f"{left} left", f"{rate / MEGABYTE:.1f} MB/s"))
 
 
 position = InputPosition()

@@ -71,8 +71,7 @@ def find_shape(
     that flags take by number. `known`: simple names of columns; a first row without any that is like the
     others is a row. Raises UserError for two columns of one name.
     """
-    head = list(itertools.islice(lines, SAMPLED_LINES))
-    dialect, records = _parted(head, usual)
+    dialect, records = _parted(list(itertools.islice(lines, SAMPLED_LINES)), usual)
     header_lines, first = records[0]
     dialect["skipinitialspace"] = any(name[:1] == " " for name in first[1:])
     names = [name.strip("\ufeff \t\r\n") for name in first]

@@ -118,8 +118,7 @@ def layout_in(index: Mapping[str, Any]) -> Layout:
     names, sizes = [file["name"] for file in files], [file["bytes"] for file in files]
     if any("/" in name for name in names):
         raise ValueError("index.json names a file elsewhere")
-    pieces = np.concatenate([np.empty((0, 5), np.int64), *tables])
-    return Layout(entries, names, sizes, parts, pieces)
+    return Layout(entries, names, sizes, parts, np.concatenate([np.empty((0, 5), np.int64), *tables]))
 
 
 def make_layout(entries: Mapping[str, TensorEntry], shares: Sequence[tuple[int, np.ndarray]]) -> Layout:

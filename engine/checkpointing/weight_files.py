@@ -94,8 +94,7 @@ def rows_of(table: Tensor, rows: Tensor) -> Tensor:
     """The rows of a table by number; -1 stands for the mean of its rows that are not zero, -2 for zeros."""
     import torch
 
-    trained = table[table.any(1)] if table.any() else table
-    mean = trained.mean(0, keepdim=True)
+    mean = (table[table.any(1)] if table.any() else table).mean(0, keepdim=True)
     return torch.cat([table, torch.zeros_like(mean), mean])[rows]  # the last two
 
 

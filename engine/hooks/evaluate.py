@@ -98,8 +98,7 @@ class Evaluate(Hook):
         state = self.training
         fraction = at_least_few(fraction, state.splits[split])
         place = {"phase": state.schedule.name, "step": step, "split": split}
-        keep = partial(self.log.log_answers, place)
-        metrics = evaluate(state, split, fraction, keep, beside)
+        metrics = evaluate(state, split, fraction, partial(self.log.log_answers, place), beside)
         self.peak.observe()
         trim_heap(state.world.device)
         self.log.log_metrics({**place, **metrics})

@@ -53,8 +53,7 @@ def shuffle(indices: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarra
 @functools.lru_cache(maxsize=16)
 def sorted_order(count: int, seed: int, epoch: int) -> np.ndarray:
     """The order that sorts `count` numbers of the generator splitmix64 (Steele et al. 2014); int64."""
-    state = round_keys(seed, epoch)[0]
-    keys = mix_bits(state + np.arange(1, count + 1, dtype=np.uint64) * _GOLDEN)
+    keys = mix_bits(round_keys(seed, epoch)[0] + np.arange(1, count + 1, dtype=np.uint64) * _GOLDEN)
     return np.argsort(keys, kind="stable").astype(np.int64)
 
 

@@ -158,8 +158,7 @@ def allowed_ram(root: Path, env: Mapping[str, str]) -> int:
     cgroups = map(positive, cgroup_values(root, "memory.max", "memory", "memory.limit_in_bytes"))
     known = re.search(r"MemTotal:\s+(\d+) kB", _read(root / "proc/meminfo"))
     physical = int(known[1]) * 1024 if known else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits = [physical, _slurm_ram(env), *cgroups]
-    return int(min(limit for limit in limits if limit))
+    return int(min(limit for limit in [physical, _slurm_ram(env), *cgroups] if limit))
 
 
 def _affinity() -> int:

@@ -34,16 +34,14 @@ class PackedLayout:
     """Positions of the N tokens of B samples in a right-padded (B, T) batch. `lengths` (B,), `width` T."""
 
     def __init__(self, lengths: np.ndarray, width: int, device: torch.device) -> None:
-        inside = np.arange(width) < lengths[:, None]
-        rows, positions = np.nonzero(inside)
+        rows, positions = np.nonzero(np.arange(width) < lengths[:, None])
         self.rows, self.width, self.tokens = len(lengths), width, len(rows)
         self.longest = int(lengths.max())
         self.padded_positions = array_to_device(rows * width + positions, device)
         """(N,): each token's index in the flattened (B, T) batch."""
         self.positions = array_to_device(positions, device)[None]
         """(1, N): each token's position in its sample."""
-        borders = np.append(0, np.cumsum(lengths)).astype(np.int32)
-        self.borders = array_to_device(borders, device)
+        self.borders = array_to_device(np.append(0, np.cumsum(lengths)).astype(np.int32), device)
         """(B + 1,) int32: cumulative lengths, where samples begin and end in the row."""
 
     def take(self, x: Tensor) -> Tensor:

@@ -45,8 +45,7 @@ def prepare_model(
     if plan.attention != "sdpa" and choose_attention is not None:
         choose_attention({"flash": "flash_attention_2"}.get(plan.attention, plan.attention))
     _refuse_batch_statistics(model)
-    keyed = task.recipe.noise == "keyed"
-    noise = KeyedNoise(task.recipe.seed, task.rows_per_sample) if keyed else None
+    noise = KeyedNoise(task.recipe.seed, task.rows_per_sample) if task.recipe.noise == "keyed" else None
     if noise is not None:
         key_dropout(model, noise)
     checkpoint_activations(model, plan.activation_checkpointing, keyed=noise is not None)

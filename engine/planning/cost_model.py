@@ -264,8 +264,7 @@ def exchange_seconds(
     size = 4.0 * case.model_size.trainable  # a reduce-scatter and an all-gather, in buckets
     messages: float = math.ceil(size / BUCKET_BYTES)
     if choices.traits.shards_weights:
-        gather = gather_seconds(case, choices)
-        spare = one_micro_batch - micro_batch_seconds(case, choices) - gather
+        spare = one_micro_batch - micro_batch_seconds(case, choices) - gather_seconds(case, choices)
         beside = count * _hidden_share(case) * max(0.0, -spare)
         # Each process has a part of the gradients; those of a node share its network.
         copies, shards = choices.mesh

@@ -244,6 +244,5 @@ def parse_prices(text: str | None) -> dict[str, float]:
 
 def price_per_hour(machine: Hardware, prices: Mapping[str, float]) -> float | None:
     """The price of all of a machine for an hour; None where its card has none."""
-    card = machine.gpu.card if machine.gpus else None
-    each = prices.get(card or "", prices.get(""))
+    each = prices.get((machine.gpu.card if machine.gpus else "") or "", prices.get(""))
     return each and each * machine.devices

@@ -311,5 +311,4 @@ def table_bytes(size: ModelSize, choices: ExecutionChoices) -> float:
     On a CPU activations are freed before the embedding's is made (measured: GPT-2's and Llama's shapes).
     """
     trained = 2 * size.trainable > size.parameters
-    count = 1 if choices.device == "cpu" else 2
-    return count * 4.0 * size.vocabulary * size.hidden if trained else 0.0
+    return (4.0 if choices.device == "cpu" else 8.0) * size.vocabulary * size.hidden if trained else 0.0

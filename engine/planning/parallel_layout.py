@@ -194,8 +194,7 @@ def token_budget(case: PlanningCase, choices: ExecutionChoices) -> tuple[int, st
         bounds.append((longest * case.asked.micro_batch, "asked"))
     elif case.device == "cpu":
         low, high = CPU_TOKENS
-        cached = min(high, max(low, CPU_TENSOR_BYTES // (4 * widest)))
-        bounds.append((max(longest, cached), "cache"))
+        bounds.append((max(longest, min(high, max(low, CPU_TENSOR_BYTES // (4 * widest)))), "cache"))
     return min(bounds)
 
 
@@ -222,8 +221,7 @@ def candidate_process_counts(case: PlanningCase) -> list[int]:
     if case.device != "cuda" or (traits and traits.most_processes == 1):
         return [1]
     node = len(case.hardware.gpus)
-    across = [node * nodes for nodes in _powers_to(case.hardware.nodes)]
-    counts = sorted({*_powers_to(node), *across})
+    counts = sorted({*_powers_to(node), *(node * nodes for nodes in _powers_to(case.hardware.nodes))})
     counts = [count for count in counts if count % (case.asked.copies or 1) == 0] or counts
     shared = [count for count in counts if count >= (traits.least_processes if traits else 1)]
     return [count for count in shared if count <= case.recipe.batch_size] or shared[:1] or [1]

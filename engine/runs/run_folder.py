@@ -65,6 +65,21 @@ def run_around(path: Path) -> Path | None:
     return next((Path(os.path.relpath(one)) for one in found), None)
 
 
+def runs_named(place: str | Path) -> list[Path]:
+    """The folder of the run that a path says, with or without runs/ before it; of a chain, as --task compress
+    trains one, those of its stages by its --name, oldest first. What is there otherwise, or not, stays.
+    """
+    path = Path(place).expanduser()
+    inside = Path(*path.parts[1:]) if path.parts[:1] == ("runs",) else Path("runs", path)
+    for at in (path, inside):
+        if (at / "recipe.json").is_file():
+            return [at]
+        stages = [run for run in list_runs(at.parent) if run.folder.name.startswith(f"{at.name}-")]
+        if found := [r.folder for r in stages if r.folder.name.startswith(f"{at.name}-{r.recipe.task}")]:
+            return found
+    return [next((at for at in (path, inside) if at.exists()), path)]
+
+
 def no_run(path: Path) -> str:
     """Why a path is no run, with the run that may be meant: around it, in it, or called like it."""
     if run := run_around(path):
@@ -107,7 +122,7 @@ class RunFolder:
     @classmethod
     def open(cls, folder: str | Path) -> RunFolder:
         """An existing run. Raises UserError where the folder is none, or links to files elsewhere."""
-        path = Path(folder).expanduser()
+        path = runs_named(folder)[-1]
         if not (path / "recipe.json").is_file():
             raise UserError(no_run(path))
         refuse_links(path)

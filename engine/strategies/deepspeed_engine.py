@@ -45,8 +45,7 @@ def strategy_of(config: dict[str, Any]) -> StrategyName:
     stage = zero.get("stage", 0)
     if stage not in (1, 2, 3):
         raise UserError(f"the DeepSpeed config asks for stage {stage}: use 1, 2 or 3, or a DDP config")
-    offloads = stage == 3 and "offload_optimizer" in zero
-    return "zero3-offload" if offloads else f"zero{stage}"
+    return "zero3-offload" if stage == 3 and "offload_optimizer" in zero else f"zero{stage}"
 
 
 def config_for(plan: Plan, clip: float) -> dict[str, Any]:

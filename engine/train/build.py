@@ -119,8 +119,7 @@ class Builder:
         state.splits[name] = source
         if isinstance(task, HasTeacher) and (teacher := task.teacher()) is not None and teacher.held_out:
             facts = dataclasses.replace(state.facts, fingerprint=fingerprint)
-            used = np.arange(len(source))
-            more = teacher, facts, used, state.world, lambda _: None, name
+            more = teacher, facts, np.arange(len(source)), state.world, lambda _: None, name
             state.splits[name] = with_teacher_outputs(source, *more)
 
     def __enter__(self) -> Builder:

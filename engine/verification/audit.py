@@ -81,7 +81,11 @@ def _check_records(run: RunFolder) -> LogRecord:
         said = f"metrics.jsonl says that {last['exported']} was exported, and its evaluations say {end}"
         check(last["exported"] == end, said)
         _check_summary(run, log, summary, last)
-        _check_final(run, last)
+        recorded, found = last["final"], folder_digests(run.final)
+        changed = ", ".join(sorted(name for name in recorded if found.get(name) != recorded[name]))
+        check(not changed, f"final/ is not what the run wrote: {changed} is missing or changed")
+        added = ", ".join(sorted(found.keys() - recorded.keys()))
+        check(not added, f"final/ holds what the run did not write: {added}")
     _check_ledger(run, log, order.sampler)
     return log
 
@@ -181,14 +185,6 @@ def _check_summary(
     wanted |= {"metrics": splits[summary["split"]]} if summary["split"] else {}
     wrong = ", ".join(name for name, value in wanted.items() if summary.get(name, value) != value)
     check(not wrong, f"summary.json: {wrong} does not follow from recipe, plan and log")
-
-
-def _check_final(run: RunFolder, last: Mapping[str, Any]) -> None:
-    recorded, found = last["final"], folder_digests(run.final)
-    changed = ", ".join(sorted(name for name in recorded if found.get(name) != recorded[name]))
-    check(not changed, f"final/ is not what the run wrote: {changed} is missing or changed")
-    added = ", ".join(sorted(found.keys() - recorded.keys()))
-    check(not added, f"final/ holds what the run did not write: {added}")
 
 
 def _check_ledger(run: RunFolder, log: LogRecord, sampler: Sampler) -> None:

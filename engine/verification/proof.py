@@ -170,12 +170,8 @@ class Proof:
         numbers = [(new, old) for new, old in pairs if isinstance(old, float | int)]
         moved = max((abs(new - old) / max(1.0, abs(old)) for new, old in numbers), default=0.0)
         if found:
-            same = all(new == old for new, old in pairs)
-            how = (
-                "exactly"
-                if same
-                else f"{moved:.1e} apart at most, where {max(allowed, LEAST):.0e} is allowed"
-            )
+            apart = f"{moved:.1e} apart at most, where {max(allowed, LEAST):.0e} is allowed"
+            how = "exactly" if all(new == old for new, old in pairs) else apart
             self.covered.append(f"held-out metrics recomputed {how}")
 
 

@@ -211,8 +211,7 @@ class Replay:
             judge = saved.state["hooks"]["evaluate"]
             if judge["patience"] and judge["best_step"] == step:
                 share = at_least_few(self.run.recipe.eval_fraction, state.splits["valid"])
-                found = evaluate(state, "valid", share)
-                redone.judged = found[monitor_of(state.task, state.facts)[0]]
+                redone.judged = evaluate(state, "valid", share)[monitor_of(state.task, state.facts)[0]]
             if self.world.is_main:
                 model = builder.gather_full_model(folder, phase)
                 first = next(iter(redone.metrics), None)

@@ -44,8 +44,7 @@ class RunOrder:
         task, data = workload_of(recipe).make(recipe)
         source = data.open(Path(facts.folder), "train")
         sampler = make_sampler(recipe, source, task.cohort)
-        schedules = schedules_of(task, facts, sampler.steps_per_epoch)
-        return cls(task, data, source, sampler, schedules)
+        return cls(task, data, source, sampler, schedules_of(task, facts, sampler.steps_per_epoch))
 
     def place(self, phase: str, step: int) -> dict[str, Any]:
         """A step, from 1 within its phase, with its epoch."""

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from isobatch.core import atomic_files, number_ranges
@@ -16,7 +15,7 @@ from isobatch.core.errors import DONE, UserError
 from isobatch.core.measures import printable
 from isobatch.core.terminal import doing, print_answer
 from isobatch.data.text.chat_templates import ChatSegment, ChatTemplate, template_in
-from isobatch.engine.runs.run_folder import no_run
+from isobatch.engine.runs.run_folder import no_run, runs_named
 from isobatch.launch.commands.evaluate import require_capability
 from isobatch.launch.local.arguments import command_options, read_command, split_words
 from isobatch.launch.local.run_setup import AnswerOptions, TrustOptions, one_run, open_run
@@ -93,7 +92,7 @@ def plain_model(where: str) -> LanguageModel | None:
 
     Raises UserError for a folder with another kind of model.
     """
-    path = Path(where).expanduser()
+    path = runs_named(where)[-1]
     adapter, config = path / lora.CONFIG_FILE, path / "config.json"
     if (path / "recipe.json").is_file() or not (adapter.is_file() or config.is_file()):
         return None

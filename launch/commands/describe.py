@@ -56,7 +56,11 @@ def describe(words: Sequence[str]) -> int:
         name, meant = find_command([name])
         name = meant[1] if meant[:1] == ["--task"] else name
     if not name:
-        return _print_tasks(options.json)
+        lines = [f"{name:<14}{entry.summary}" for name, entry in TASKS.items()]
+        lines += [f"{name:<14}{', '.join(stages)}, report" for name, stages in CHAINS.items()]
+        lines.append(f"{'./file.py:Class':<14} your own (see the README)")
+        summaries = {name: entry.summary for name, entry in TASKS.items()}
+        return print_answer(summaries, "\n".join(lines), options.json)
     if name in COMMANDS:
         groups = {name: [_flag(flag, {}) for flag in flags_of(COMMANDS[name].options).values()]}
         of_task = f"and the flags of its task: describe TASK (`{name} --task TASK`)"
@@ -108,13 +112,6 @@ def _task_groups(name: str) -> tuple[Groups, list[str]]:
         said = (f"{flag.replace('_', '-')} {value_text(value)}" for flag, value in values.items())
         notes.append(f"--preset {preset}: {', '.join(said)}")
     return rows, notes
-
-
-def _print_tasks(as_json: bool) -> int:
-    lines = [f"{name:<14}{entry.summary}" for name, entry in TASKS.items()]
-    lines += [f"{name:<14}{', '.join(stages)}, report" for name, stages in CHAINS.items()]
-    lines.append(f"{'./file.py:Class':<14} your own (see the README)")
-    return print_answer({name: entry.summary for name, entry in TASKS.items()}, "\n".join(lines), as_json)
 
 
 def _flag(flag: Flag, defaults: dict[str, Any]) -> dict[str, Any]:

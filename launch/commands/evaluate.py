@@ -17,7 +17,7 @@ from isobatch.core.terminal import format_metrics, print_answer, print_lines
 from isobatch.data.base import TEST, fingerprint, in_train, load, save
 from isobatch.data.digests import file_hash
 from isobatch.engine.registry import workload_of
-from isobatch.engine.runs.run_folder import run_around
+from isobatch.engine.runs.run_folder import run_around, runs_named
 from isobatch.launch.local.arguments import read_command
 from isobatch.launch.local.run_setup import DataOptions, locate_data, one_run, open_run, plan_for_this_machine
 from isobatch.models import hub, lora
@@ -57,7 +57,7 @@ def evaluate(words: Sequence[str]) -> int:
     of one, such as RUN/chosen: then that is measured.
     """
     positional, options = read_command(words, EvaluateOptions, "evaluate")
-    place = Path(one_run(positional, "evaluate")).expanduser()
+    place = runs_named(one_run(positional, "evaluate"))[-1]
     form, around = onnx_file(place), run_around(place)
     if form and not around:
         raise UserError(f"{place}: is in no run, by which rows are read: evaluate it there, as RUN/chosen")

@@ -19,7 +19,7 @@ from isobatch.core.number_ranges import Positive
 from isobatch.core.terminal import doing, format_metrics, print_answer, print_lines, rendered
 from isobatch.engine import consent
 from isobatch.engine.runs.log_reader import newest_rows
-from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.engine.runs.run_folder import RunFolder, runs_named
 from isobatch.engine.runs.summary import changed_fields
 from isobatch.engine.task_files import is_task_file, task_file
 from isobatch.launch.clusters.cluster import cluster
@@ -169,7 +169,7 @@ def remove(words: Sequence[str]) -> int:
     positional, options = read_command(words, RemoveOptions, "runs rm")
     if not positional:
         raise UserError("runs rm: give the folders of runs, as in: runs rm runs/old (`runs` lists them)")
-    runs = [RunFolder.open(place) for place in positional]
+    runs = [RunFolder.open(folder) for place in positional for folder in runs_named(place)]
     for run in runs:
         if run.folder.is_symlink():
             raise UserError(f"rm: {run.folder} is a link; remove what it points to, or the link itself")

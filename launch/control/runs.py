@@ -81,8 +81,7 @@ def view(run: RunFolder, job: JobState | None) -> RunView:
     # A later leg may have trained on, and left no summary.
     elif said == "failed" or (said == "stopped" and (step or 0) <= (summary.get("steps") or 0)):
         state = said
-    planned = summary.get("planned_steps")
-    total = sum(lengths.values()) or round(sum(run.recipe.steps or [])) or planned
+    total = sum(lengths.values()) or round(sum(run.recipe.steps or [])) or summary.get("planned_steps")
     paces = [row["step_seconds"] for row in rows if isinstance(row.get("step_seconds"), float | int)]
     left = None
     if state == "running" and step is not None and total is not None and paces:

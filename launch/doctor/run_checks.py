@@ -18,7 +18,7 @@ from isobatch.core.measures import printable
 from isobatch.core.terminal import print_answer
 from isobatch.engine.runs.classify_errors import classify
 from isobatch.engine.runs.log_reader import damaged_rows, newest_rows
-from isobatch.engine.runs.run_folder import RunFolder, no_run, refuse_links
+from isobatch.engine.runs.run_folder import RunFolder, no_run, refuse_links, runs_named
 from isobatch.launch.control.runs import RunsOptions, look
 from isobatch.launch.doctor.machine import REMEDIES, check_machine, check_space
 from isobatch.launch.doctor.probes import Check, broken, ok, warning
@@ -188,7 +188,7 @@ def doctor(words: Sequence[str]) -> int:
     Each line is ok, warning or broken, with what mends it. Exit 3 where something is broken.
     """
     positional, options = read_command(words, RunsOptions, "doctor")
-    run = Path(one_run(positional, "doctor")).expanduser() if positional else None
+    run = runs_named(one_run(positional, "doctor"))[-1] if positional else None
     found = []
     for check in check_run(run) if run else check_machine(Path(options.out)):
         found.append(check)

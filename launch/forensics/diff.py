@@ -19,7 +19,7 @@ from isobatch.data.base import MEASURES, Data
 from isobatch.engine.forensics import compare_runs
 from isobatch.engine.forensics.compare_runs import EXACT_FLOOR, LogDifference
 from isobatch.engine.optimization.left_out import left_out_steps
-from isobatch.engine.train.figures import LossAndNorm, differences, step_rows
+from isobatch.engine.train.figures import differences, step_rows
 from isobatch.engine.verification.run_order import RunOrder
 from isobatch.engine.verification.tolerance import TOLERANCE, rounding_tolerance
 from isobatch.engine.verification.windows import Window, window_to
@@ -82,7 +82,12 @@ def diff_runs(one: RunFolder, other: RunFolder, level: str = "module") -> dict[s
     logs = [list(step_rows(run.metrics)) for run in runs]
     if empty := [run for run, log in zip(runs, logs, strict=True) if not log]:
         raise UserError(f"{empty[0].folder}: no step is logged, so there is nothing to compare")
-    parted = compare_runs.compare_logs(logs[0], logs[1], *_explained(runs))
+    # The tighter of both plans: a run in bf16 parts from one in fp32, and two in bf16 may differ by what it
+    # rounds.
+    tighter = min((run.plan.invariance for run in runs), key=INVARIANCES.index)
+    floor = {"exact": EXACT_FLOOR, "rounding": max(rounding_tolerance(run.plan.rounding) for run in runs)}
+    of_step = floor.get(tighter, TOLERANCE[tighter])
+    parted = compare_runs.compare_logs(logs[0], logs[1], of_step, TOLERANCE[tighter])
     versions = [{k: v for k, v in run.environment().items() if k != "packages"} for run in runs]
     found: dict[str, Any] = {
         "runs": [str(run.folder) for run in runs],
@@ -104,16 +109,6 @@ def diff_runs(one: RunFolder, other: RunFolder, level: str = "module") -> dict[s
             found[part] = {"why_not": " ".join(str(error).split())}
     found["verdict"], found["equal"] = verdict_of(found)
     return found
-
-
-def _explained(runs: tuple[RunFolder, RunFolder]) -> tuple[LossAndNorm, LossAndNorm]:
-    """The differences of a step, and of a run, that the tighter of both plans explains.
-
-    So a run in bf16 parts from one in fp32, and two in bf16 may differ by what bf16 rounds.
-    """
-    tighter = min((run.plan.invariance for run in runs), key=INVARIANCES.index)
-    floor = {"exact": EXACT_FLOOR, "rounding": max(rounding_tolerance(run.plan.rounding) for run in runs)}
-    return floor.get(tighter, TOLERANCE[tighter]), TOLERANCE[tighter]
 
 
 def parted_samples(runs: Runs, parted: LogDifference) -> dict[str, Any]:

@@ -28,11 +28,12 @@ from isobatch.core.recipe import HOOK_CODE, Recipe
 from isobatch.core.terminal import doing, print_answer
 from isobatch.engine import consent
 from isobatch.engine.forensics import receipt as receipts
-from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.engine.runs.run_folder import RunFolder, runs_named
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.engine.verification.audit import audit_records
 from isobatch.engine.verification.log_audit import WrongRecordError, check
 from isobatch.engine.verification.proof import within
+from isobatch.engine.verification.tolerance import TOLERANCE
 from isobatch.launch.local import run_setup
 from isobatch.launch.local.arguments import read_command
 from isobatch.launch.local.verify_run import VerifyOptions, redo_first_steps, verify_run
@@ -97,7 +98,8 @@ def receipt(words: Sequence[str]) -> int:
     steps = f"{sum(content['phases'].values()):,} steps, figures of {len(content['steps']):,} of them"
     size, signs = format_bytes(len(text)), f", signed in {signature}" if signed else ""
     said = f"{file}: {size}, recipe {content['recipe_hash']}, {steps}{signs}"
-    how = f"whoever has the data checks it with: isobatch receipt check {file}"
+    allowed = f"a loss may be {TOLERANCE[run.plan.invariance][0]:g} off in {run.plan.precision}"
+    how = f"whoever has the data checks it with ({allowed}): isobatch receipt check {file}"
     found = {"receipt": str(file), "signature": str(signature) if signed else None}
     return print_answer(found, f"{said}\n{how}{' --signers FILE' if signed else ''}", options.json)
 
@@ -120,7 +122,7 @@ def audit(words: Sequence[str]) -> int:
     positional, options = read_command(words, AuditOptions, "audit")
     if len(positional) != 1:
         raise UserError(f"receipt check: give one receipt, as in: receipt check {FILE}")
-    file = Path(positional[0]).expanduser()
+    file = runs_named(positional[0])[-1]
     found = audit_receipt(file / FILE if file.is_dir() else file, options)
     lines = [f"  {problem}" for problem in found.problems]
     lines += [f"checked: {'; '.join(found.checked) or 'nothing'}"]
@@ -237,6 +239,9 @@ def _check_signature(file: Path, signers: str | None, found: Finding) -> None:
     known = Path(signers).expanduser()
     if not known.is_file():
         raise UserError(f"--signers {signers}: there is no such file{nearest_file(signers)}")
+    if (start := known.read_text(errors="replace").lstrip()).startswith(("ssh-", "ecdsa-", "sk-")):
+        line = f"write a name before it, as in: anna@bank.example {start[:24]}..."
+        raise UserError(f"--signers {signers}: is a public key, and no line of allowed_signers: {line}")
     names = _ssh_keygen("-Y", "find-principals", "-s", str(signature), "-f", str(known)).stdout.split()
     check(bool(names), f"the signature: its key is none of those in {known}")
     words = ("-f", str(known), "-I", names[0], "-n", NAMESPACE, "-s", str(signature))

@@ -33,6 +33,7 @@ from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import FolderTakenError, RunFolder, free_folder, list_runs, run_name
 from isobatch.engine.runs.summary import first_held_out
 from isobatch.engine.task_files import task_file_problem
+from isobatch.engine.verification.tolerance import TOLERANCE
 from isobatch.launch.local.arguments import Request, read_command
 from isobatch.models.capabilities import KeepsRows
 from isobatch.models.causal_lm import known_models
@@ -248,6 +249,9 @@ def plan_for_this_machine(
     here = detect()
     plan = Target("here", workload_of(recipe), recipe, facts, here, options, world).plan()
     print_lines(*remarks_on_plan(options, plan, here), quiet=quiet)
+    if plan.device == "cpu" and plan.precision != "fp32":
+        how = f"allow a loss to be {TOLERANCE[plan.invariance][0]:g} off, of --precision fp32 (slower)"
+        print_lines(f"{plan.precision}: verify and receipts {how} {TOLERANCE['exact'][0]:g}", quiet=quiet)
     need(traits_of(plan.strategy).library.lower(), f"--strategy {plan.strategy}")
     need(OPTIMIZERS[recipe.optimizer].library, f"--optimizer {recipe.optimizer}")
     return plan

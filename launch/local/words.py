@@ -23,7 +23,7 @@ from isobatch.core.errors import UserError, nearest_file
 from isobatch.core.flags import ON_WORDS, BareValue, Flag, convert, spelling, value_text
 from isobatch.core.recipe import HOOK_CODE, TASK_CODE, Recipe
 from isobatch.engine import consent
-from isobatch.engine.runs.run_folder import no_run
+from isobatch.engine.runs.run_folder import no_run, runs_named
 
 _TABLES = tomllib.loads(Path(__file__).with_name("other_tools.toml").read_text(encoding="utf-8"))
 SYNONYMS: dict[str, str] = {word: ours for ours, words in _TABLES["names"].items() for word in words.split()}
@@ -163,7 +163,7 @@ def flags_of_files(flags: Mapping[str, str]) -> dict[str, str]:
         raise UserError(f"--{given[0]}: needs a value")
     path = Path(flags[given[0]]).expanduser()
     if given != ["config"]:
-        path /= "recipe.json"
+        path = runs_named(path)[-1] / "recipe.json"
         if not path.is_file():
             raise UserError(f"--{given[0]}: {no_run(path.parent)}")
     values = _read_mapping(path, typed)

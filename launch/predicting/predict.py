@@ -21,7 +21,7 @@ from isobatch.data import tokenizers
 from isobatch.data.text.plain_text import TokenizationSettings
 from isobatch.data.tokenized import TOKENIZER_FILE
 from isobatch.engine.registry import workload_of
-from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.engine.runs.run_folder import RunFolder, runs_named
 from isobatch.launch.commands import chat
 from isobatch.launch.commands.evaluate import require_capability
 from isobatch.launch.commands.export import PARITY
@@ -213,7 +213,7 @@ def _format_value(value: Any) -> str:
 
 def find_model(where: str, trust: bool) -> Found:
     """What `where` names. Raises UserError."""
-    path = Path(where).expanduser()
+    path = runs_named(where)[-1]
     if not (path / "recipe.json").is_file() and (file := prediction.onnx_file(path)):
         return file
     if path.suffix == ".onnx":
@@ -295,7 +295,7 @@ def _classifier(
     if options.threshold is not None:
         found = found.cut(options.threshold)
     least = "" if found.threshold is None else f"; no answer below a probability of {found.threshold:.4g}"
-    print_lines(f"answers by {found.file}{_measured(found, run)}{least}")
+    print_lines(f"answers by {found.file}{_measured(found, run)}{least}{found.shown}")
     text, pair = (getattr(options, name) or found.columns[name] for name in prediction.COLUMNS)
     words = found.problem.per_token
     return Answerer(found, tables.WordReader(text) if words else tables.TextReader(text, pair, pairs))

@@ -19,7 +19,7 @@ from isobatch.core.measures import counted, printable
 from isobatch.core.package import call_in_child
 from isobatch.core.terminal import doing, on_screen, print_answer, print_lines, rendered, table
 from isobatch.engine.machine.detect import cpu_model, detect
-from isobatch.engine.runs.run_folder import SWEEP, RunFolder
+from isobatch.engine.runs.run_folder import SWEEP, RunFolder, runs_named
 from isobatch.launch.local.arguments import read_command
 from isobatch.launch.local.run_setup import AnswerOptions, held_out, open_run
 from isobatch.launch.report import records, sweeps
@@ -55,7 +55,7 @@ def report(words: Sequence[str]) -> int:
         raise UserError("report: give the folders of one or more runs, the baseline first")
     if Path(options.to or "").suffix.lower() in (".html", ".pdf", ".md", ".json"):
         raise UserError(f"--to {options.to}: give a folder: a browser prints the report.html in it as PDF")
-    folders = [Path(place).expanduser() for place in positional]
+    folders = [runs_named(place)[-1] for place in positional]
     found = {one: sweeps.read(one, options.metric) for one in folders if (one / SWEEP).is_file()}
     if options.metric and not found:
         raise UserError(f"--metric {options.metric}: is for a sweep, as in: report runs/sweep-NAME")
@@ -131,7 +131,7 @@ def collect(runs: Sequence[RunFolder], above: Sequence[PagePart]) -> Contents:
             models += _measure(run, report)
     if models:
         print_lines(f"measuring the speed of {counted(len(models), 'model')} in turn, in nine rounds")
-        models = comparison.compare(comparison.measure_in_turn(models, call_in_child))
+        models = comparison.compare(models, call_in_child)
     doing("reading the runs")
     read = [records.read_records(run, task) for run, task in zip(runs, tasks, strict=True)]
     machine = f"{cpu_model()}, {detect().describe()}"
@@ -207,7 +207,7 @@ def parts_of(contents: Contents) -> Iterator[PagePart]:
     yield PagePart("h2", "How they ran")
     for run in contents.runs:
         yield PagePart("h3", f"{run['run']} ({run['task']}): {run['state']}")
-        yield from (PagePart("note", note) for note in run["notes"])
+        yield from (PagePart("note", note) for note in (*run["about"], *run["notes"]))
         if run["use"]:
             yield PagePart("table", rows=[["", "measured", "beside", "is"], *run["use"]])
         else:

@@ -75,6 +75,7 @@ def read_records(run: RunFolder, task: Task | None) -> dict[str, Any]:
     notes: list[str] = []
     summary = _readable(run.summary, notes) or {}
     plan = _readable(lambda: run.plan.to_dict(), notes) or {}
+    about = _readable(lambda: [f"recipe {run.recorded_hash}, data {run.recipe.data}", *run.facts.notes], [])
     report, monitor = report_of(task), summary.get("monitor")
     if task and not isinstance(monitor, str):  # nothing else here misses the facts
         monitor = _readable(lambda: monitor_of(task, run.facts)[0], [])
@@ -103,6 +104,7 @@ def read_records(run: RunFolder, task: Task | None) -> dict[str, Any]:
         "answers": answers_table(run),
         "later": later_evaluations(run),
         "use": list(use_table(_curve(steps, CURVES), summary, plan)),
+        "about": [printable(line) for line in about or ()],
         "notes": notes,
     }
 

@@ -34,18 +34,14 @@ def read(folder: Path, metric: str | None = None) -> dict[str, Any]:
     found["by"], name = found["metric"], metric or found["metric"]
     if name.startswith(f"{TEST}_"):
         name, found["split"] = name.removeprefix(f"{TEST}_"), TEST
-        found["rows"] = _of_test_split(found, folder)
+        # The summaries of its runs alone hold them.
+        groups = ([RunFolder(place).summary() or {} for place in places_of(r, folder)] for r in found["rows"])
+        figures = (means([one.get("metrics_by_split", {}).get(TEST, {}) for one in some]) for some in groups)
+        found["rows"] = [{**row, **of_it} for row, of_it in zip(found["rows"], figures, strict=True)]
     known = dict.fromkeys(name for row in found["rows"] for name in row["metrics"])
     if metric and name not in known:
         raise UserError(f"--metric {metric}: {folder} has {', '.join(known) or 'no figures of that split'}")
     return {**found, "metric": name}
-
-
-def _of_test_split(found: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
-    """The rows of a sweep with their figures on the test split, which its runs' summaries alone hold."""
-    groups = ([RunFolder(place).summary() or {} for place in places_of(r, folder)] for r in found["rows"])
-    figures = (means([one.get("metrics_by_split", {}).get(TEST, {}) for one in group]) for group in groups)
-    return [{**row, **figure} for row, figure in zip(found["rows"], figures, strict=True)]
 
 
 def means(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:

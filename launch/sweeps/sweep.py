@@ -154,8 +154,7 @@ def _store(runs: Sequence[Trained], rungs: Sequence[dict[str, Any]], folder: Pat
         whole = [(one.summary().get("planned_steps", 0), one.stopped) for one in runs]
         saved = sum(steps - stopped for steps, stopped in whole if stopped)
         found |= {"rungs": rungs, "steps": sum(steps for steps, _ in whole), "steps_saved": saved}
-    workload = runs[0].request.workload
-    found["edges"] = list(edges(found, flags_of(Recipe) | workload.option_flags()))
+    found["edges"] = list(edges(found, flags_of(Recipe) | runs[0].request.workload.option_flags()))
     atomic_files.write_json(folder / SWEEP, found)
     sweeps.write_tables(found, folder / "sweep")
     if has("matplotlib"):

@@ -205,8 +205,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = [None if g is None else g.mul_(gradient) for g in ctx.saved_tensors]
-        return (*gradients, None, None)
+        return (*[None if g is None else g.mul_(gradient) for g in ctx.saved_tensors], None, None)
 
 
 LogitLoss = Callable[[slice, Tensor], tuple[Tensor, Tensor]]

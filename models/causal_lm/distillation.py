@@ -105,8 +105,7 @@ def likeliest(model: Any, tokens_BT: Tensor, top: int, temperature: float, width
         parts.append((ids_NK.int(), log_p_NK, rest_of(log_p_NV, ids_NK)))
         return logits_NV.new_zeros(()), logits_NV.new_zeros(())
 
-    rows = max(1, TOKENS_AT_A_TIME // tokens_BT.shape[1])
-    for some_BT in tokens_BT.split(rows):
+    for some_BT in tokens_BT.split(max(1, TOKENS_AT_A_TIME // tokens_BT.shape[1])):
         every = torch.arange(some_BT.numel(), device=some_BT.device)
         chunked_cross_entropy.loss_of_logits(model, some_BT, every, keep)
     found = (torch.cat(values) for values in zip(*parts, strict=True))

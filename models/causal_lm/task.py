@@ -426,8 +426,7 @@ def _targets(batch: Batch) -> Tensor:
 
     tokens_BT, length_B = batch["tokens"], batch["length"]
     shifted = torch.nn.functional.pad(tokens_BT[:, 1:].long(), (0, 1), value=IGNORE_INDEX)
-    position = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
-    ignored = position >= (length_B - 1)[:, None]
+    ignored = torch.arange(tokens_BT.shape[1], device=tokens_BT.device) >= (length_B - 1)[:, None]
     if "learn" in batch:
         ignored = ignored | torch.nn.functional.pad(batch["learn"][:, 1:] == 0, (0, 1), value=True)
     return shifted.masked_fill(ignored, IGNORE_INDEX)

@@ -71,12 +71,6 @@ class ClassFigures(NamedTuple):
     """Over the classes that are any sample's label or answer (macro)."""
 
 
-def confusion_matrix(labels: np.ndarray, answers: np.ndarray, classes: int) -> np.ndarray:
-    """(C, C) int64: how many samples with the label of the row were answered with the class of the column."""
-    places = labels.astype(np.int64) * classes + answers.astype(np.int64)
-    return np.bincount(places, minlength=classes * classes).reshape(classes, classes)
-
-
 def class_figures(confusion: np.ndarray) -> ClassFigures:
     """Precision, recall and F1 of each class, from a confusion matrix (C, C)."""
     return label_figures(np.stack([confusion.diagonal(), confusion.sum(1), confusion.sum(0)]))
@@ -170,8 +164,7 @@ def entity_spans(kinds: np.ndarray, begins: np.ndarray, samples: np.ndarray) -> 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
     """(n, C) probabilities in fp64."""
-    shifted = logits.astype(np.float64) - logits.max(1, keepdims=True, initial=-np.inf)
-    exponentials = np.exp(shifted)
+    exponentials = np.exp(logits.astype(np.float64) - logits.max(1, keepdims=True, initial=-np.inf))
     return exponentials / exponentials.sum(1, keepdims=True)
 
 
@@ -182,8 +175,7 @@ def mcnemar(one: np.ndarray, other: np.ndarray) -> float:
     """
     only_one, only_other = int((one & ~other).sum()), int((~one & other).sum())
     count, fewer = only_one + only_other, min(only_one, only_other)
-    tail = sum(math.comb(count, k) for k in range(fewer + 1)) / 2**count
-    return min(1.0, 2 * tail)
+    return min(1.0, 2 * sum(math.comb(count, k) for k in range(fewer + 1)) / 2**count)
 
 
 def paired_difference(one: np.ndarray, other: np.ndarray) -> tuple[float, float, float]:

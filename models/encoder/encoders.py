@@ -174,8 +174,7 @@ def write_layer_sizes(model: Any, folder: Path) -> None:
 
 def head_of(config: Mapping[str, Any]) -> str:
     """What transformers' classes for the labels of a saved classifier end with, after `For`."""
-    architecture = (config.get("architectures") or [""])[0]
-    return TOKENS if architecture.endswith(TOKENS) else SEQUENCE
+    return TOKENS if (config.get("architectures") or [""])[0].endswith(TOKENS) else SEQUENCE
 
 
 def new_classifier(config: Any, head: str | None = None) -> Any:

@@ -6,7 +6,6 @@ Letters: B samples of a batch, T tokens, C classes, n texts.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,8 +16,8 @@ import numpy as np
 from isobatch.core.errors import UserError
 from isobatch.models import hub, saving
 from isobatch.models.encoder import drift, evaluation, problems
-from isobatch.models.encoder.calibration import DOUBT, STARTS
-from isobatch.models.encoder.class_metrics import softmax
+from isobatch.models.encoder.calibration import DOUBT
+from isobatch.models.encoder.class_metrics import softmax, wilson_interval
 from isobatch.models.encoder.drift import Profile
 from isobatch.models.encoder.evaluation import Runner
 from isobatch.models.encoder.export import ONNX_FILES
@@ -52,6 +51,8 @@ class TextClassifier:
     """The same inputs -> (B, H), what the texts are like; of a model in torch."""
     threshold: float | None = None
     """The least probability of an answer that is given."""
+    shown: str = ""
+    """How well those answers did that validation gives from it on."""
     neighbours: Callable[[np.ndarray], list[list[dict[str, Any]]]] | None = None
     """What `encode` gives of texts -> the training texts nearest to each."""
 
@@ -89,14 +90,21 @@ class TextClassifier:
             raise UserError(f"--precision {precision:g}: the model has no confidences of validation: {why}")
         if (threshold := known.threshold(precision)) is None:
             rows, wrong = int(known.answered[-1]), int(known.wrong[-1])
-            hundredths, needed = range(int(100 * precision), 0, -1), math.log(DOUBT / len(STARTS), precision)
-            less = next((n / 100 for n in hundredths if known.threshold(n / 100) is not None), "less")
+            hundredths, needed = range(int(100 * precision), 49, -1), known.rows_needed(precision)
+            less = [n / 100 for n in hundredths if known.threshold(n / 100) is not None][:1]
+            ways = [f"ask for {one:g}" for one in less]
+            ways += [f"validate on about {needed:,} rows like these (--valid)"] if needed else []
             raise UserError(
                 f"--precision {precision:g}: {rows:,} validation rows, {wrong:,} of them answered wrong, show"
-                f" it of no answers with {100 * (1 - DOUBT):g} % confidence ({math.ceil(needed):,} sure ones,"
-                f" all right, would): ask for {less}, or train with more: --valid 0.3, or --valid FILE"
+                f" it of no answers with {100 * (1 - DOUBT):g} % confidence:"
+                f" {', or '.join(ways) or 'its surest answers are wrong too often: train a better model'}"
             )
-        return replace(self, threshold=threshold)
+        place = int((known.confidence >= threshold).sum()) - 1
+        answered, wrong = (int(of[place]) for of in (known.answered, known.wrong))
+        low, high = wilson_interval(answered - wrong, answered)
+        whose = " by the trained model, not this file" * (self.file.suffix == ".onnx")
+        shown = f", above which {low:.1%} to {high:.1%} of {answered:,} held-out rows are right (95 %){whose}"
+        return replace(self, threshold=threshold, shown=shown)
 
     def cut(self, threshold: float) -> TextClassifier:
         """It gives only answers, of several labels a text only labels, of at least this probability. Raises

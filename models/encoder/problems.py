@@ -275,9 +275,10 @@ class Classes(OneOfSeveral):
 
     def detail(self, evidence: np.ndarray) -> dict[str, Any]:
         label, answer, confidence = evidence.T
-        confusion = class_metrics.confusion_matrix(label, answer, len(self.labels))
-        error = class_metrics.calibration_error(confidence, label == answer)
-        return {"confusion": confusion.tolist(), "calibration_error": error}
+        error, count = class_metrics.calibration_error(confidence, label == answer), len(self.labels)
+        # Rows are labels, columns answers.
+        pairs = np.bincount((label * count + answer).astype(np.int64), minlength=count**2)
+        return {"confusion": pairs.reshape(count, count).tolist(), "calibration_error": error}
 
     def table(self, name: str, row: ReportRow) -> ReportTable:
         """And one for their mean; how often each was answered with which, of few classes."""

@@ -77,17 +77,13 @@ class ClassifierReport(TaskReport):
         return rows
 
 
-def measure_in_turn(rows: list[ReportRow], in_child: Callable[..., Any]) -> list[ReportRow]:
-    """The rows of all models with their speed, which compares only where models take turns."""
+def compare(rows: list[ReportRow], in_child: Callable[..., Any]) -> list[ReportRow]:
+    """The speed of all models, which compares only where they take turns; the paired test of the headline
+    figure, the interval of its difference, and how much faster each is than the first in the same runtime.
+    """
     opened = [row.pop("opened") for row in rows]
     measured = in_child("models.encoder.latency:measure_speed", models=opened)
-    return [row | speed for row, speed in zip(rows, measured, strict=True)]
-
-
-def compare(rows: list[ReportRow]) -> list[ReportRow]:
-    """The paired test of the headline figure, the interval of its difference, and how much faster each
-    is than the first model in the same runtime.
-    """
+    rows = [row | speed for row, speed in zip(rows, measured, strict=True)]
     first, baselines = rows[0], {row["runtime"]: row for row in reversed(rows)}
     for row in rows:
         problem = _problem(row)

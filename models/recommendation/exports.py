@@ -44,8 +44,7 @@ class ScoresOfItems(nn.Module):
         """(B, I) scores for (B, T) numbers of items in time, at most --max-length, `length` (B,) of each."""
         states = self.sequence(self.items[items])
         last = (length - 1).clamp_min(0)[:, None, None].expand(-1, 1, states.shape[-1])
-        known = (length > 0)[:, None]
-        return (states.gather(1, last)[:, 0] * known) @ self.items.T + self.bias
+        return (states.gather(1, last)[:, 0] * (length > 0)[:, None]) @ self.items.T + self.bias
 
 
 def export_onnx(final: Path, folder: Path, net: Any, batches: Batches) -> dict[str, Any]:

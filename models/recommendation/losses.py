@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
 def next_items(rows: Tensor, length: np.ndarray, step: StepContext) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """(user, item) for `ranking_loss` of (R, T) items in time, `length` (R,) of each row."""
-    has_next = np.arange(rows.shape[1] - 1) < length[:, None] - 1
-    places = step.to_device(np.flatnonzero(has_next))
+    places = step.to_device(np.flatnonzero(np.arange(rows.shape[1] - 1) < length[:, None] - 1))
     return (rows[:, :-1], places), rows[:, 1:].reshape(-1)[places]
 
 

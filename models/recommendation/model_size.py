@@ -46,8 +46,7 @@ def recommender_size(
     in_sequences = recipe.options.get("samples") == "sequences"
     shared = in_sequences or options.loss != "bce"
     of_user = 0 if in_sequences else dim + (options.loss != "sampled-softmax")
-    tables = items * (dim + 1) + users * of_user
-    count, mlp_width, encoder, cached, flops = tables, 0, 0, 0.0, 0.0
+    count, mlp_width, encoder, cached, flops = items * (dim + 1) + users * of_user, 0, 0, 0.0, 0.0
     if options.head in ("mlp", "neumf"):
         layers = parse_layer_widths(options.layers)
         all_widths = [2 * dim if options.head == "mlp" else dim, *layers, 1]

@@ -182,8 +182,7 @@ class RecommenderNet(nn.Module):
     def seen_in_training(self, user: Tensor, items: Tensor) -> Tensor:
         """(B, k) bool: whether (B,) users had these (B, k) items in training."""
         key = user[:, None] * len(self.item_text) + items
-        position = torch.searchsorted(self.seen, key).clamp_max(len(self.seen) - 1)
-        return self.seen[position] == key
+        return self.seen[torch.searchsorted(self.seen, key).clamp_max(len(self.seen) - 1)] == key
 
     @torch.no_grad()
     def all_vectors(self) -> tuple[Tensor, Tensor]:

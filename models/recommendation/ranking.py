@@ -30,8 +30,7 @@ def ranks(target: Tensor, others: Tensor, counts: Tensor) -> Tensor:
     """
     # 32 bits: a sum of bool in 64, torch's default, takes three times as long on a processor.
     above = (~(others <= target[:, None]) & counts).sum(1, dtype=torch.int32)
-    same = ((others == target[:, None]) & counts).sum(1, dtype=torch.int32)
-    return above + 0.5 * same
+    return above + 0.5 * ((others == target[:, None]) & counts).sum(1, dtype=torch.int32)
 
 
 def gains(rank: Tensor, k: int) -> dict[str, Tensor]:
@@ -188,8 +187,7 @@ def user_means(pair: Tensor, rank: Tensor, items: int, k: int) -> dict[str, floa
     order = order[(pairs[order] // items).argsort(stable=True)]
     _, group, count = (pairs[order] // items).unique_consecutive(return_inverse=True, return_counts=True)
     before = torch.arange(len(pairs)) - (count.cumsum(0) - count)[group]
-    place = rank[order] + before
-    gain = gains(place, k)
+    gain = gains(rank[order] + before, k)
     ideal = (1 / torch.log2(torch.arange(k) + 2.0).double()).cumsum(0)[count.clamp_max(k) - 1]
     each = {
         "recall": (gain["hr"], count),

@@ -312,8 +312,7 @@ class Recommendations:
         if not len(telling) and self.by not in (POPULARITY, RECENT):
             names = f"item {items[0]}" if len(items) == 1 else f"items {', '.join(items[:3])}"
             raise RecommendationError(f"{names}: {self._why_unknown(taken, 'nothing is told of a user')}")
-        scores = self.scores_for(telling, weights[kept])
-        return self._entries(*self._top(scores[None], taken, top))[0]
+        return self._entries(*self._top(self.scores_for(telling, weights[kept])[None], taken, top))[0]
 
     def with_items(self, user: str, items: Sequence[str], top: int) -> list[dict[str, Any]]:
         """What `for_items` gives for all that a user of the training data had, and these items behind it."""
@@ -696,8 +695,7 @@ def _split(text: str, known: Container[str]) -> list[str]:
     """What commas part in a text, the longest known names first."""
     parts, found = text.split(","), []
     while parts:
-        ends = range(len(parts), 0, -1)
-        end = next((n for n in ends if ",".join(parts[:n]).strip() in known), 1)
+        end = next((n for n in range(len(parts), 0, -1) if ",".join(parts[:n]).strip() in known), 1)
         found.append(",".join(parts[:end]).strip())
         parts = parts[end:]
     return found

@@ -66,8 +66,7 @@ class TextEncoder(nn.Module):
         encode = self._encode_again_in_backward if trains and len(chunks) > 1 else self._encode
         # From the last one on: the backward adds up gradients in the other order.
         parts = [encode(chunk, numbers.device) for chunk in reversed(chunks)]
-        vectors = torch.cat(parts[::-1])
-        return nn.functional.embedding(torch.argsort(order), vectors)
+        return nn.functional.embedding(torch.argsort(order), torch.cat(parts[::-1]))
 
     def split_into_chunks(self, numbers: Tensor) -> list[Tensor]:
         """Neighbours in `numbers`, as many as `chunk_tokens` holds when padded; sort them by length first."""
@@ -133,8 +132,7 @@ class TextEncoder(nn.Module):
     @torch.no_grad()
     def vectors(self) -> Tensor:
         """(texts, hidden) of the whole catalogue."""
-        device = next(self.net.parameters()).device
-        return self(torch.arange(len(self.lengths), device=device))
+        return self(torch.arange(len(self.lengths), device=next(self.net.parameters()).device))
 
     @torch.no_grad()
     def cache_prefix(self, num_prefix_blocks: int, folder: Path) -> None:

@@ -69,8 +69,7 @@ class SequenceCodec:
     def sample(self, count: int, tokens: int, temperature: float, seed: int) -> list[str]:
         """`count` sequences whose latent vectors are drawn from the prior."""
         drawn = np.random.default_rng(seed).standard_normal((count, self.model.config.latent))
-        z = torch.from_numpy(drawn.astype(np.float32))
-        return self._write(z, tokens, temperature, seed)
+        return self._write(torch.from_numpy(drawn.astype(np.float32)), tokens, temperature, seed)
 
     def _mean(self, text: str) -> Tensor:
         """(L,): the mean of the posterior."""

@@ -176,8 +176,7 @@ def _state(figures: Figures, before: History, falling: int) -> State:
         return "collapsed"
     least = COLLAPSED_KL if before.state in ("starting", "healthy") else RECOVERED_KL
     if min(figures.kl, figures.mutual_information) < least:
-        rises = before.state == "starting" and figures.kl > before.kl
-        return "starting" if rises else "collapsing"
+        return "starting" if before.state == "starting" and figures.kl > before.kl else "collapsing"
     if falling >= FALLING_REPORTS:
         forecast = figures.kl * (figures.kl / before.kl) ** FORECAST_REPORTS
         return "collapsing" if forecast < COLLAPSED_KL else "healthy"

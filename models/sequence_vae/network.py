@@ -74,8 +74,7 @@ class TransformerBackbone(nn.Module):
 
     def forward(self, x: Tensor, state: Tensor | None = None) -> Tensor:
         """(B, T, width) -> (B, T, D). `state` (B, D) is added to every token."""
-        places = torch.arange(x.shape[1], device=x.device)
-        x = self.enter(x) + self.positions(places)
+        x = self.enter(x) + self.positions(torch.arange(x.shape[1], device=x.device))
         x = x if state is None else x + state[:, None]
         for layer in self.layers:
             x = layer(x)

@@ -313,8 +313,7 @@ class SequenceVAE(Task):
         found |= {"perplexity": finite_exp((nll + kl) / tokens), "unit": "token, the end too"}
         sizes = facts.extra.get("splits", {}).get(split, {})
         if sizes.get("words"):  # not of ids; the end is a word, as in the literature (Bowman et al. 2016)
-            words = sizes["words"] / sizes["sequences"] + 1
-            found["word_perplexity"] = finite_exp((nll + kl) / words)
+            found["word_perplexity"] = finite_exp((nll + kl) / (sizes["words"] / sizes["sequences"] + 1))
         mean, logvar = torch.from_numpy(parts["posterior"].astype(np.float64)).chunk(2, dim=1)
         variance = monitor.mean_variance(mean.sum(0), mean.square().sum(0), len(mean))
         mean, logvar = mean[:EVALUATED_POSTERIORS], logvar[:EVALUATED_POSTERIORS]

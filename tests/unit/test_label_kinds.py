@@ -496,6 +496,37 @@ def test_the_draw_keeps_each_label_in_training_and_is_the_same_for_every_seed(
     assert one.values.tolist() == other.values.tolist()
 
 
+@pytest.mark.parametrize("kind", ["classes", "multi-label", "regression"])
+@pytest.mark.parametrize("share", [0.1, 0.5])
+def test_equal_texts_are_on_one_side_of_a_draw(kind: str, share: float, tmp_path: Path) -> None:
+    draw, label = random.Random(3), {"classes": "{}", "multi-label": "{};z", "regression": "{}.5"}[kind]
+    rows = [{"text": f"text {n % 70}", "label": label.format("123"[n % 3])} for n in range(200)]
+    rows[199] = {"text": "text 0", "label": label.format("9")}  # a label that an equal text alone has
+    draw.shuffle(rows)
+    as_jsonl(tmp_path / "train.jsonl", rows)
+    splits, _, extra = make(tmp_path, valid=share, problem=kind).encode_splits()
+    texts = [
+        {tuple(row) for row in tokens.rows(np.arange(len(tokens.offsets) - 1), 16).tolist()}
+        for tokens in (splits[split]["tokens"] for split in ("train", "valid"))
+    ]
+    assert not texts[0] & texts[1]
+    assert len(splits["valid"]["label"]) == pytest.approx(200 * share, abs=12)
+    assert "equal texts are on one side of the draw: 130 rows repeat one" in extra["notes"]
+
+
+def test_rows_of_one_text_with_several_labels_are_named(tmp_path: Path) -> None:
+    rows = [{"text": f"text {n}", "label": "ab"[n % 2]} for n in range(40)]
+    again = [rows[3], rows[5] | {"label": "a"}, rows[5] | {"label": "a"}, rows[8] | {"label": "b"}]
+    as_jsonl(tmp_path / "train.jsonl", [*rows, *again])
+    as_jsonl(tmp_path / "valid.jsonl", rows[:9])
+    notes = make(tmp_path).encode_splits()[2]["notes"]
+    where = [f"{tmp_path}/train.jsonl line {n}" for n in (42, 6, 44, 9)]
+    said = f"{where[0]} and {where[1]}; {where[2]} and {where[3]}"
+    assert f"train: 3 rows have the text of an earlier row and another label: {said}" in notes
+    assert [n for n in notes if n.startswith("valid: ") and "another label" in n] == []
+    assert any(note.startswith("without that file a share of training") for note in notes)
+
+
 def test_an_empty_cell_or_list_is_a_text_without_labels(tmp_path: Path) -> None:
     as_jsonl(tmp_path / "train.jsonl", [{"text": "a", "label": v} for v in (["x"], ["y"], [], None)])
     as_jsonl(tmp_path / "valid.jsonl", [{"text": "b", "label": []}])

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from isobatch.core.atomic_files import write_json
-from isobatch.core.errors import UserError
+from isobatch.core.errors import IsobatchError, UserError
 from isobatch.engine.registry import complete
+from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.cli import COMMANDS, find_command
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ MISTAKES += [
     ("resume runs", "runs is not a run but a folder of runs: give one, as runs/a or runs/b"),
     ("verify runs/a/final", "runs/a/final is not a run but inside one: give runs/a"),
     ("doctor runs", "give one, as runs/a or runs/b"),
-    ("serve a", "did you mean runs/a?"),
+    ("serve runs/c", "`runs` lists the runs here"),
     (f"auto {LM} --from runs", "--from: runs is not a run but a folder of runs"),
     (f"auto {LM} --like runs/a/final", "--like: runs/a/final is not a run but inside one: give runs/a"),
     (f"auto {CLF} --data rows.csv --model runs", "holds no config.json; there is one in runs/a/final"),
@@ -105,6 +106,9 @@ MISTAKES += [
     (f"auto {LM} --config row.csv", "did you mean rows.csv?"),
     (f"auto {LM} --data rows.csv --text-column text --valid row.csv", "did you mean rows.csv?"),
     ("runs run", "did you mean runs?"),
+    (f"auto {CLF} --data rows.csv --deduplicate", "a drawn validation split (--valid 0.1) has equal texts"),
+    (f"auto {CLF} --data rows.csv --drop-duplicates on", "a drawn validation split (--valid 0.1)"),
+    ("predict runs/b hi --precision 95", "at most 0.9999 (95 % is 0.95)"),
     # What other tools take
     (f"auto {LM} --precision int8", "--load-bits 4 or 8"),
     (f"plan {LM} --gpu-type h100", "`plan --hardware 8xh100`"),
@@ -115,6 +119,50 @@ MISTAKES += [
 def type_in(typed: str) -> None:
     command, words = find_command(shlex.split(typed))
     COMMANDS[command].load()(words)
+
+
+ONE, TWO = (
+    "runs cancel, runs logs, runs rm, inspect, verify, export, resume, evaluate, report, doctor, serve",
+    "runs compare, diff",
+)
+OF_A_RUN = [
+    *(f"{command} {{}}" for command in ONE.split(", ")),
+    *(f"{command} {{}} {{}}" for command in TWO.split(", ")),
+    *(
+        "predict {} hi",
+        "receipt make {}",
+        "replay {} 1",
+        "seen {} --sample 1",
+        "chat {} --prompt hi",
+        "recommend {} 1",
+    ),
+    *("auto --like {} --dump-config", "auto --from {} --dump-config"),
+]
+"""Commands that take a run."""
+
+
+NAMES = ["runs/small", "small-classifier", "runs/small-classifier", "../runs/small-classifier"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "name"), [*((typed, "small") for typed in OF_A_RUN), *(("runs rm {}", name) for name in NAMES)]
+)
+def test_every_command_takes_a_run_by_its_path_its_name_or_its_chain(
+    typed: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run is one whose facts are damaged: each command says that, or does without them."""
+    folder = tmp_path / "runs" / "small-classifier"
+    folder.mkdir(parents=True)
+    write_json(folder / "recipe.json", complete("classifier", {})[0].to_dict())
+    (folder / "facts.json").write_text("{}")
+    monkeypatch.chdir(folder.parent if name.startswith("../") else tmp_path)
+    assert RunFolder.open(name).folder.resolve() == folder
+    said = ""
+    try:
+        type_in(typed.format(*[name] * 2))
+    except IsobatchError as error:
+        said = str(error)
+    assert "not a run" not in said
 
 
 @pytest.mark.parametrize(("typed", "way_out"), MISTAKES, ids=[typed for typed, _ in MISTAKES])

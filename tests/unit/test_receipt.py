@@ -208,6 +208,8 @@ def test_a_signature_says_who(made: Fixtures, tmp_path: Path) -> None:
     file = tmp_path / "signed.json"
     assert receipt([str(made.run), "--out", str(file), "--sign", str(key)]) == 0
     assert "signed by ann@lab" in audited(file, signers=str(signers)).checked
+    with pytest.raises(UserError, match="is a public key, and no line of allowed_signers: write a name"):
+        audited(file, signers=str(key.with_suffix(".pub")))
     assert "--signers FILE" in audited(file).unknown[0]
     text = file.read_text()
     file.write_text(text.replace('"seed": 0', '"seed": 0 '))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from isobatch.data.labelled.dataset import UNPROVEN
 from isobatch.launch.predicting import neighbours
 from isobatch.models.encoder import calibration, drift, problems
 from isobatch.models.encoder.calibration import Calibration, Confidences
@@ -119,6 +120,32 @@ def test_a_precision_that_cannot_be_shown_has_no_threshold() -> None:
     found = Confidences.of(np.linspace(0, 1, 400), right)
     assert found.threshold(0.95) is None
     assert found.threshold(0.5) == pytest.approx(0, abs=0.01)
+
+
+@pytest.mark.parametrize(("wrong", "precision"), [(0, 0.95), (5, 0.95), (10, 0.9), (300, 0.95)])
+def test_the_rows_that_would_show_a_precision_do(wrong: int, precision: float) -> None:
+    """Of 400 answers as many are wrong, evenly among the sure and the unsure."""
+
+    def answered(times: int) -> Confidences:
+        right = np.ones(400, bool)
+        right[np.linspace(0, 399, wrong + 2).astype(int)[1:-1]] = False
+        return Confidences.of(np.linspace(0, 1, 400 * times), np.tile(right, times))
+
+    rows = answered(1).rows_needed(precision)
+    if wrong == 300:
+        assert rows is None
+    else:
+        assert rows is not None
+        assert answered(math.ceil(1.1 * rows / 400)).threshold(precision) is not None
+
+
+def test_prepare_and_predict_have_one_chance_of_what_is_not_shown() -> None:
+    assert pytest.approx(UNPROVEN) == calibration.DOUBT / len(calibration.STARTS)
+    for rows, most in ((90, 0.95), (459, 0.99), (20, 0.79)):
+        found = Confidences.of(np.ones(rows), np.ones(rows, bool))
+        assert found.threshold(UNPROVEN ** (1 / rows) - 1e-9) is not None
+        assert found.threshold(UNPROVEN ** (1 / rows) + 1e-9) is None
+        assert int(100 * UNPROVEN ** (1 / rows)) / 100 == most
 
 
 def test_answers_of_one_confidence_are_given_or_not_together() -> None:
