@@ -88,6 +88,17 @@ def test_a_run_that_goes_on_with_other_processes_says_so(
     assert (f"processes: {here} here, {before} before; the same batches" in said) == (here != before)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_what_a_proof_allows_is_said_where_a_cpu_computes_in_bf16(
+    precision: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = made(tmp_path)
+    asked = PlanOptions(device="cpu", precision=precision)
+    plan_for_training(run.recipe, run.facts, asked, False)
+    said = "bf16: verify and receipts allow a loss to be 0.02 off, of --precision fp32 (slower) 0.0001"
+    assert (said in capsys.readouterr().err) == (precision == "bf16")
+
+
 def test_another_task_file_than_the_trained_one_is_refused(tmp_path: Path) -> None:
     run = made(tmp_path)
     (tmp_path / "own.py").write_text(OWN + "\n")

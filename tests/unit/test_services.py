@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,12 +14,15 @@ from isobatch.data.labelled.dataset import UNPROVEN
 from isobatch.launch.predicting import neighbours
 from isobatch.models.encoder import calibration, drift, problems
 from isobatch.models.encoder.calibration import Calibration, Confidences
-from isobatch.models.encoder.class_metrics import Predictions, calibration_error, softmax
+from isobatch.models.encoder.class_metrics import (
+    Predictions,
+    calibration_error,
+    softmax,
+    wilson_interval,
+)
 from isobatch.models.encoder.drift import Profile
+from isobatch.models.encoder.prediction import TextClassifier
 from isobatch.models.encoder.problems import LossTerms
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 LABELS = ["a", "b", "c", "d"]
 VOCABULARY = 400
@@ -146,6 +150,19 @@ def test_prepare_and_predict_have_one_chance_of_what_is_not_shown() -> None:
         assert found.threshold(UNPROVEN ** (1 / rows) - 1e-9) is not None
         assert found.threshold(UNPROVEN ** (1 / rows) + 1e-9) is None
         assert int(100 * UNPROVEN ** (1 / rows)) / 100 == most
+
+
+@pytest.mark.parametrize(
+    ("file", "whose"), [("final", ""), ("m.onnx", " by the trained model, not this file")]
+)
+def test_a_wanted_precision_says_what_validation_measured(file: str, whose: str) -> None:
+    known = Confidences.of(np.repeat([0.9, 0.5], 200), np.repeat([True, False], [398, 2]))
+    problem: Any = problems.Classes(["a", "b"], Calibration(confidences=known))
+    nothing: Any = None
+    found = TextClassifier(Path(file), nothing, nothing, problem, 8, 0, {}, None).abstaining(0.95)
+    low, high = wilson_interval(398, 400)
+    said = f", above which {low:.1%} to {high:.1%} of 400 held-out rows are right (95 %)"
+    assert (found.threshold, found.shown) == (0.5, said + whose)
 
 
 def test_answers_of_one_confidence_are_given_or_not_together() -> None:

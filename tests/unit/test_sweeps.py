@@ -197,7 +197,7 @@ def test_the_test_split_compares_all_settings_where_it_is_asked_for_and_chooses_
     ("place", "said"),
     [
         ("runs/sweep-s", r"is a sweep: give one of its runs, as runs/s-lr2 \(`report runs/sweep-s`"),
-        ("sweep-s", r"did you mean runs/sweep-s\?"),
+        ("sweep-s", r"is a sweep: give one of its runs, as runs/s-lr2 \(`report runs/sweep-s`"),
         ("runs/sweep-t", r"did you mean runs/sweep-s\?"),
     ],
 )
