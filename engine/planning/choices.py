@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from isobatch.engine.machine.hardware import Hardware
     from isobatch.engine.planning.calibration import GpuConstants
     from isobatch.engine.planning.memory_model import ExecutionChoices
+    from isobatch.models.base import ModelSize
 
 DeviceKind = Literal["cpu", "cuda", "mps"]
 AttentionKernel = Literal["sdpa", "eager", "flash"]
@@ -28,6 +29,8 @@ SHAPES = 8
 """Most padded lengths that CUDA graphs see: each is recorded anew."""
 COMPILED_GRAPHS = 3
 """Of a block: for the first shape, another number of rows, and another length."""
+AMX_PAYS = 1_000_000
+"""Parameters from which bf16 in a CPU's matrix unit is clearly faster: below, 0.9 to 1.3 times fp32."""
 STREAM_CACHE = "20gb"
 
 
@@ -47,11 +50,13 @@ def choose_device(hardware: Hardware, asked: PlanOptions) -> tuple[DeviceKind, s
     return asked.device, asked.why("device")
 
 
-def choose_precision(hardware: Hardware, device: DeviceKind, asked: PlanOptions) -> tuple[Precision, str]:
+def choose_precision(
+    hardware: Hardware, device: DeviceKind, model_size: ModelSize, asked: PlanOptions
+) -> tuple[Precision, str]:
     """The number format of the arithmetic. Raises UserError where the device lacks the one asked for."""
     wanted = PRECISION_WORDS.get(asked.precision, asked.precision)
     if wanted == "auto":
-        return _best_precision(hardware, device)
+        return _best_precision(hardware, device, model_size)
     lack = _why_no_arithmetic(hardware, device, wanted)
     if lack and asked.precision.endswith("-mixed"):
         return "fp32", f"{lack}, so this is fp32"
@@ -74,9 +79,13 @@ def _why_no_arithmetic(hardware: Hardware, device: DeviceKind, precision: str) -
     return ""
 
 
-def _best_precision(hardware: Hardware, device: DeviceKind) -> tuple[Precision, str]:
+def _best_precision(hardware: Hardware, device: DeviceKind, model_size: ModelSize) -> tuple[Precision, str]:
     if device == "mps":
         return "fp32", "exact: half precision on Apple GPUs saves memory but hardly time"
+    if device == "cpu" and hardware.cpu_amx and model_size.rounds:
+        return "fp32", "exact: in bf16, another cut of the batch would round to other levels"
+    if device == "cpu" and hardware.cpu_amx and model_size.parameters < AMX_PAYS:
+        return "fp32", "exact: for so small a model bf16 is no faster, even with a matrix unit (AMX)"
     if device == "cpu" and hardware.cpu_amx:
         return "bf16", "the processor has a matrix unit for it (AMX); --precision fp32 is exact and slower"
     if device == "cpu":

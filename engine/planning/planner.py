@@ -50,7 +50,7 @@ def make_plan(
     if device == "cuda" and world and world > hardware.devices:
         # A launcher started processes on more machines than this one can see.
         hardware = dataclasses.replace(hardware, nodes=-(-world // len(hardware.gpus)))
-    fields["precision"] = choose.choose_precision(hardware, device, asked)
+    fields["precision"] = choose.choose_precision(hardware, device, model_size, asked)
     precision = fields["precision"][0]
     fields["attention"] = choose.choose_attention(hardware, device, precision, asked)
     if device == "cuda" and model_size.head_bytes:  # the chunks that the head makes on this device

@@ -29,7 +29,7 @@ def sized(parameters: int, *shape: int, **more: Any) -> ModelSize:
 
 
 GPT2 = sized(124_439_808, 12, 768, 12, 3072, 50257)
-TINY = sized(1_000_000, 4, 128, 2, 512, 1000)
+TINY = sized(900_000, 4, 128, 2, 512, 1000)
 BERT6 = sized(66_400_000, 6, 768, 12, 3072)
 SEVEN_B = sized(6_738_000_000, 32, 4096, 32, 11008, 32000)
 TEXTS = Facts(fingerprint="0", folder="", samples={"train": 10_000}, lengths=tuple(range(64, 129)))
@@ -351,10 +351,13 @@ def test_what_differs_most_is_stated(asked: dict[str, Any], invariance: str) -> 
     assert planned(LAPTOP, **asked).invariance == invariance
 
 
-def test_a_matrix_unit_makes_bf16_the_choice_on_a_cpu() -> None:
+def test_a_matrix_unit_makes_bf16_the_choice_on_a_cpu_where_it_is_faster_and_nothing_rounds() -> None:
     cpu = parse_hardware("cpu:8x64gb")
+    amx = dataclasses.replace(cpu, cpu_bf16=True, cpu_amx=True)
     assert planned(dataclasses.replace(cpu, cpu_bf16=True)).precision == "fp32"
-    assert planned(dataclasses.replace(cpu, cpu_bf16=True, cpu_amx=True)).precision == "bf16"
+    assert planned(amx).precision == "bf16"
+    assert planned(amx, TINY).precision == "fp32"
+    assert planned(amx, dataclasses.replace(BERT6, rounds=True)).precision == "fp32"
     assert "5 times slower" in planned(cpu, precision="bf16").reasons["precision"]
 
 
