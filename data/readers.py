@@ -344,6 +344,12 @@ def shape_of(file: Path, usual: str, numbers: Iterable[str] = ()) -> delimited.S
     return shape
 
 
+def has_semicolons(file: str | None) -> bool:
+    """Whether this is a csv file whose cells are parted by semicolons."""
+    is_csv = file is not None and _ending(path := Path(file).expanduser()) == ".csv"
+    return is_csv and shape_of(path, DELIMITERS["csv"]).dialect["delimiter"] == ";"
+
+
 def _read_delimited(file: Path, part: SplitFiles) -> Iterator[tuple[str, Mapping[str, Any]]]:
     return delimited.read(read_lines(file), file, shape_of(file, DELIMITERS[part.format], part.numbers))
 

@@ -113,7 +113,7 @@ def predict(words: Sequence[str]) -> int:
     out = None if options.out is None else tables.check_out(options.out, options.file)
     answered = _answers(find_model(where, options.trust), texts, options)
     if out is not None:
-        return tables.write_rows(out, answered, options.json)
+        return tables.write_rows(out, answered, options.json, options.file)
     for row in itertools.chain.from_iterable(answered):
         print(tables.json_line(row) if options.json else printable(format_row(row)))
     return 0

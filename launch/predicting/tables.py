@@ -89,10 +89,13 @@ def beside(row: Mapping[str, Any], answer: Mapping[str, Any]) -> dict[str, Any]:
     return {(f"input.{k}" if k in answer else k): v for k, v in row.items()} | dict(answer)
 
 
-def open_writer(path: Path, ending: str, first: Any, opened: contextlib.ExitStack) -> Callable[[Rows], Any]:
+def open_writer(
+    path: Path, ending: str, first: Any, opened: contextlib.ExitStack, semicolons: bool = False
+) -> Callable[[Rows], Any]:
     """A function that writes rows behind each other, in columns as the `first` ones have them.
 
-    They may be tables of pyarrow.
+    They may be tables of pyarrow. `semicolons`: csv for an Excel whose numbers have decimal commas: it takes
+    1.5 for a day in May, and text without a byte-order mark for another encoding.
     """
     if ending == ".parquet":
         import pyarrow
@@ -108,16 +111,20 @@ def open_writer(path: Path, ending: str, first: Any, opened: contextlib.ExitStac
     if hasattr(first, "to_pylist"):
         write = open_writer(path, ending, first.to_pylist(), opened)
         return lambda rows: write(cast("Any", rows).to_pylist())
-    stream = opened.enter_context(path.open("w", encoding="utf-8", newline=""))
+    encoding = "utf-8-sig" if semicolons else "utf-8"
+    stream = opened.enter_context(path.open("w", encoding=encoding, newline=""))
     if ending == ".jsonl":
         return lambda rows: stream.writelines(json_line(row) + "\n" for row in rows)
     names = list(dict.fromkeys(name for row in first for name in flatten(row)))
-    writer = csv.DictWriter(stream, names, lineterminator="\n")
+    writer = csv.DictWriter(stream, names, lineterminator="\n", delimiter=";" if semicolons else ",")
     writer.writeheader()
-    return lambda rows: writer.writerows(
-        {name: json_line(v) if isinstance(v, list | dict) else v for name, v in flatten(row).items()}
-        for row in rows
-    )
+
+    def cell(value: Any) -> Any:
+        if semicolons and isinstance(value, float):
+            return str(value).replace(".", ",")
+        return json_line(value) if isinstance(value, list | dict) else value
+
+    return lambda rows: writer.writerows({n: cell(v) for n, v in flatten(row).items()} for row in rows)
 
 
 def check_out(out: str, file: str | None) -> Path:
@@ -132,18 +139,20 @@ def check_out(out: str, file: str | None) -> Path:
     return path
 
 
-def write_rows(path: Path, chunks: Iterable[Rows], as_json: bool = False) -> int:
+def write_rows(path: Path, chunks: Iterable[Rows], as_json: bool = False, like: str | None = None) -> int:
     """Write dictionaries of one shape by the ending of `path`, say how many, and return the exit code.
 
-    The file appears there, complete, when all is written. Raises UserError.
+    The file appears there, complete, when all is written. `like`: the file of the rows; csv has semicolons
+    where it has them. Raises UserError.
     """
     count, temporary, write = 0, path.with_name(f".{path.name}.{os.getpid()}.tmp"), None
+    semicolons = path.suffix.lower() == ".csv" and readers.has_semicolons(like)
     with atomic_files.explain_write_errors(path):
         try:
             with contextlib.ExitStack() as opened:
                 for rows in filter(len, chunks):
                     try:
-                        write = write or open_writer(temporary, path.suffix.lower(), rows, opened)
+                        write = write or open_writer(temporary, path.suffix.lower(), rows, opened, semicolons)
                         write(rows)
                     except (ValueError, TypeError) as error:  # pyarrow's and csv's are such
                         why = str(error).partition("\n")[0]
@@ -153,7 +162,8 @@ def write_rows(path: Path, chunks: Iterable[Rows], as_json: bool = False) -> int
         finally:
             temporary.unlink(missing_ok=True)
     said = {"rows": count, "out": str(path)}
-    print(atomic_files.json_text(said) if as_json else printable(f"{counted(count, 'row')} -> {path}"))
+    form = ", with semicolons and decimal commas as Excel reads them" if semicolons else ""
+    print(atomic_files.json_text(said) if as_json else printable(f"{counted(count, 'row')} -> {path}{form}"))
     return 0
 
 

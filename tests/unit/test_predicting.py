@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gzip
 import json
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -67,6 +68,26 @@ def test_every_format_is_written_in_pieces(ending: str, tmp_path: Path) -> None:
         expected = [{k: str(v) for k, v in row.items()} for row in expected]
     assert read_back(out) == expected
     assert [p.name for p in tmp_path.iterdir()] == [out.name]
+
+
+@pytest.mark.parametrize("ending", tables.OUT_ENDINGS)
+@pytest.mark.parametrize("given", [";.csv", ",.csv", "\t.tsv", ";.csv.gz", ".txt", None])
+def test_csv_has_the_semicolons_of_its_input_and_what_excel_reads_beside_them(
+    ending: str, given: str | None, tmp_path: Path
+) -> None:
+    """Cells of tables that are whole or texts stay; without semicolons the bytes are as they ever were."""
+    out, file = tmp_path / f"out{ending}", given and tmp_path / f"in{given.lstrip(';,').strip()}"
+    if given and file:
+        text = "".join(f"{n}{given[0]}ein Wort 1.5{given[0]}Maß\n" for n in ("id", *"123"))
+        file.write_bytes(gzip.compress(text.encode()) if given.endswith("gz") else text.encode())
+    rows = [{"id": 3, "text": "1.5; ü", "probability": 0.25, "tiny": 1e-9}]
+    assert tables.write_rows(out, [rows], like=file and str(file)) == 0
+    if ending != ".csv":
+        assert read_back(out) == rows
+    elif given and given.startswith(";"):
+        assert out.read_bytes().decode() == '\ufeffid;text;probability;tiny\n3;"1.5; ü";0,25;1e-09\n'
+    else:
+        assert out.read_bytes().decode() == "id,text,probability,tiny\n3,1.5; ü,0.25,1e-09\n"
 
 
 def test_what_fails_leaves_nothing_behind(tmp_path: Path) -> None:
