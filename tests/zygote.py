@@ -288,6 +288,11 @@ def _import_all() -> None:
         for module in pkgutil.walk_packages([str(ROOT / room)], f"isobatch.{room}."):
             if module.name not in NOT_IMPORTED:
                 importlib.import_module(module.name)
+    from isobatch.engine.registry import TASKS
+    from isobatch.launch.local.arguments import known_flags
+
+    for task in TASKS:  # the words under the fields of its options, which every command reads
+        known_flags(task)
 
 
 if __name__ == "__main__":

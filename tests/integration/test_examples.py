@@ -9,7 +9,6 @@ import json
 import runpy
 import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,12 +30,12 @@ from isobatch.tests.integration.helpers import (
     launch,
     resumed_from,
     rows,
+    run_code,
     succeed,
     summary,
     warm_python,
 )
 from isobatch.tests.integration.test_bad_input import complaint
-from isobatch.tests.paths import REGISTER
 
 EXAMPLES = ROOT / "examples"
 FAILING = f"{ROOT}/tests/tasks/failing.py"
@@ -298,8 +297,9 @@ THIRD_PLACE = (
 
 def test_a_workload_is_a_model_file_a_data_file_and_one_entry(tmp_path: Path) -> None:
     def isobatch_with_it(*words: str) -> Any:
-        script = [sys.executable, "-P", "-c", REGISTER + THIRD_PLACE, *words]
-        return subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+        done = run_code(THIRD_PLACE, *words, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
     assert "line          fit a line" in isobatch_with_it("tasks")
     assert "recipe of line" in isobatch_with_it("describe", "line", "--all", "--json")

@@ -51,29 +51,23 @@ for words in json.loads(sys.argv[1]):
 """Commands, one after the other in one interpreter."""
 
 
-def test_every_module_imports(tmp_path: Path) -> None:
+def test_every_module_imports_and_a_chat_and_a_recommender_train_and_answer(tmp_path: Path) -> None:
     files = [f for top in ("core", "data", "models", "engine", "launch") for f in (ROOT / top).rglob("*.py")]
     scripts = {"_root", "loopback", "train", "torchrun", "__main__"}
     names = [".".join(("isobatch", *f.relative_to(ROOT).with_suffix("").parts)) for f in files]
     names = [n for n in names if n.rpartition(".")[2] not in scripts and not n.startswith(BEHIND)]
-    code = f"import importlib\nfor name in {names}: importlib.import_module(name)"
-    done = without_extras(code, folder=tmp_path)
-    assert done.returncode == 0, done.stderr[-2000:]
-
-
-def test_a_chat_and_a_recommender_train_and_answer(tmp_path: Path) -> None:
+    code = f"import importlib\nfor name in {names}: importlib.import_module(name)\n{EACH}"
     row = {"instruction": "When do you open?", "output": "At nine."}
     (tmp_path / "chats.jsonl").write_text("\n".join([json.dumps(row)] * 40))
     (tmp_path / "shop.csv").write_text("\n".join(SHOP))
-    chat = "--task causal-lm --data chats.jsonl --model tiny --name bot"
-    shop = "--task recommender --data shop.csv --preset ids --name shop"
-    for train, answer in (
-        (chat, ["chat", "runs/bot", "--prompt", "When?", "--tokens", "4"]),
-        (shop, ["recommend", "runs/shop", "--user", "u1"]),
-    ):
-        words = ["auto", *train.split(), "--steps", "3", "--device", "cpu", "--quiet"]
-        done = without_extras(EACH, json.dumps([words, answer]), folder=tmp_path)
-        assert done.stderr.count("\nended with 0\n") == 2, done.stderr[-2000:]
+    commands = [
+        "auto --task causal-lm --data chats.jsonl --model tiny --name bot --steps 3 --device cpu --quiet",
+        "auto --task recommender --data shop.csv --preset ids --name shop --steps 3 --device cpu --quiet",
+        "chat runs/bot --prompt When? --tokens 4",
+        "recommend runs/shop --user u1",
+    ]
+    done = without_extras(code, json.dumps([words.split() for words in commands]), folder=tmp_path)
+    assert done.stderr.count("\nended with 0\n") == 4, done.stderr[-2000:]
 
 
 ASKED = [

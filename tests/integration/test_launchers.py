@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,7 +11,6 @@ from isobatch.tests.integration.helpers import (
     ROOT,
     command,
     furthest,
-    launch,
     ledger,
     losses,
     succeed,
@@ -27,14 +25,12 @@ SETTINGS = ["--task", RAGGED, "--steps", "12", "--quiet", "--name", "run", "--le
 TRAIN = str(ROOT / "launch" / "train.py")
 LAUNCHERS = {
     "accelerate": [
-        *(sys.executable, "-m", "accelerate.commands.launch"),
+        *("-m", "accelerate.commands.launch"),
         *("--config_file", str(ROOT / "configs/accelerate/cpu.yaml"), "--main_process_port", "0", TRAIN),
     ],
-    "torchrun": [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", TRAIN)
-    ],
-    "auto": [],
-    "plain": [sys.executable, TRAIN],
+    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", TRAIN],
+    "auto": ["-m", "isobatch", "auto", "--processes", "2"],
+    "plain": [TRAIN],
 }
 
 
@@ -47,13 +43,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_same_losses_under_every_launcher(launcher: str, alone: Path, tmp_path: Path) -> None:
-    interpreter = sys.executable if launcher == "plain" else warm_python()
-    words = [interpreter if word == sys.executable else word for word in LAUNCHERS[launcher]]
-    done = (
-        launch("auto", "--processes", "2", *SETTINGS, cwd=tmp_path)
-        if launcher == "auto"
-        else command([*words, *SETTINGS], cwd=tmp_path)
-    )
+    done = command([warm_python(), *LAUNCHERS[launcher], *SETTINGS], cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     run = tmp_path / "runs" / "run"
     assert summary(run)["world_size"] == (1 if launcher == "plain" else 2)
@@ -64,7 +54,7 @@ def test_same_losses_under_every_launcher(launcher: str, alone: Path, tmp_path: 
 
 
 def test_processes_that_nobody_joined_are_refused(tmp_path: Path) -> None:
-    done = command([sys.executable, TRAIN, *SETTINGS], cwd=tmp_path, SLURM_STEP_NUM_TASKS="2")
+    done = command([warm_python(), TRAIN, *SETTINGS], cwd=tmp_path, SLURM_STEP_NUM_TASKS="2")
     assert done.returncode == 2
     assert "2 processes were started" in done.stderr
     assert not (tmp_path / "runs").exists()
