@@ -32,6 +32,7 @@ from isobatch.tests.integration.test_received_runs import (
     received,
     stop,
 )
+from isobatch.tests.paths import new_cache
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -188,7 +189,7 @@ def test_nothing_is_sent_or_deleted_or_fetched_without_consent(
 def own(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run that was trained here, whose process has ended, with its copies in the folder store."""
     monkeypatch.setattr(sys, "executable", warm_python())
-    monkeypatch.setenv("ISOBATCH_CACHE", str(home / "cache"))
+    monkeypatch.setenv("ISOBATCH_CACHE", new_cache(home / "cache"))
     (home / "d.txt").write_text("\n".join(f"a line of plain text number {n}" for n in range(200)))
     words = "auto --task causal-lm --data d.txt --model tiny --max-length 16 --steps 4 --save-every 2 --out o"
     assert in_place([*words.split(), "--name", "mine", "--checkpoint-copy", f"file://{home}/store"]) == 0
@@ -209,7 +210,7 @@ def test_a_run_trained_here_is_asked_nothing_and_stays_as_it_is(
     )
     for command, *more in judges:
         assert in_place([command, str(own), *more]) == 0, capfd.readouterr().err
-    monkeypatch.setenv("ISOBATCH_CACHE", str(home / "another"))
+    monkeypatch.setenv("ISOBATCH_CACHE", new_cache(home / "another"))
     (home / "d.txt").rename(home / "moved.txt")
     capfd.readouterr()
     assert in_place(["evaluate", str(own)]) == 2
@@ -234,7 +235,7 @@ def test_a_copy_of_it_is_asked_for_by_somebody_else_only(
     assert (own / "checkpoints").is_dir()
     shutil.rmtree(own / "checkpoints")
     monkeypatch.setenv("ISOBATCH_STATE", str(home / "theirs"))
-    monkeypatch.setenv("ISOBATCH_CACHE", str(home / "their cache"))
+    monkeypatch.setenv("ISOBATCH_CACHE", new_cache(home / "their cache"))
     another_process(monkeypatch)
     capfd.readouterr()
     assert in_place(["resume", "sent/mine"]) == 2

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from isobatch.tests.integration.helpers import ROOT, launch, losses, rows, succeed, summary
+from isobatch.tests.paths import new_cache
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -15,7 +16,7 @@ TASKS = f"{ROOT}/tests/tasks/tampering.py"
 
 
 def auto(folder: Path, task: str, *words: str) -> tuple[int, str]:
-    cache = {"ISOBATCH_CACHE": str(folder / "cache")}
+    cache = {"ISOBATCH_CACHE": new_cache(folder / "cache")}
     common = [] if "--name" in words else ["--name", "one"]
     done = launch("auto", "--task", f"{TASKS}:{task}", *common, *words, cwd=folder, **cache)
     return done.returncode, done.stderr

@@ -15,6 +15,7 @@ from isobatch.data.text import demo_stories
 from isobatch.engine.checkpointing import portable_state
 from isobatch.engine.checkpointing.writer import CheckpointWriter
 from isobatch.engine.optimization.parameter_groups import make_optimizer
+from isobatch.tests.paths import new_cache
 from isobatch.tests.tasks.failing import Line
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def small_demos(cache: Path) -> Iterator[None]:
     """The demos hold a part of their texts, in a cache of their own: where nobody asks what is learnt."""
     files, packages = corpora.demo_files()[::4], {k: v[:4] for k, v in rows.demo_files().items()}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ISOBATCH_CACHE", str(cache))
+        patch.setenv("ISOBATCH_CACHE", new_cache(cache))
         patch.setattr(demo_stories, "STORIES", {"train": 300, "valid": 100})
         patch.setattr(corpora, "demo_files", lambda: files)
         patch.setattr(rows, "demo_files", lambda: packages)

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
     from isobatch.engine.train.build import Builder
 
-BATCH, LATER = 16, 10
+BATCH, LATER = 8, 10
 """Samples of a global batch; steps after which gradients are compared again."""
-CUTS = (16, 8, 3, 1)
+CUTS = (8, 5, 1)
 LEAST = 1e-2
 """Parameters whose gradient is smaller than this part of the whole are compared with this part.
 

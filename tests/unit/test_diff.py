@@ -45,7 +45,7 @@ def plain(train: Callable[..., RunFolder]) -> RunFolder:
 @pytest.mark.parametrize("values", [{}, {"dropout": 0.0}, {"seed": 3}, {"optimizer": "sgd"}], ids=str)
 def test_runs_that_differ_by_their_cut_are_equal(values: dict[str, Any], train: Any) -> None:
     one = train(**values)
-    for cut in ({"micro_batch": n} for n in (1, 2, 3, 5, 7)):
+    for cut in ({"micro_batch": n} for n in ((3,) if values else (1, 2, 3, 5, 7))):
         found = diff_runs(one, train(cut, **values))
         assert found["equal"], found["verdict"]
         assert "micro_batch_samples" in found["plan"]

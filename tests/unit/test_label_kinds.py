@@ -693,6 +693,7 @@ def real(name: str) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_goemotions_is_read_as_a_plain_loop_reads_it() -> None:
     folder = real("goemotions")
     splits, _, extra = make(folder, max_length=16, text_column="1", label_column="2").encode_splits()
@@ -706,6 +707,7 @@ def test_goemotions_is_read_as_a_plain_loop_reads_it() -> None:
     assert [len(splits[s]["label"]) for s in ("train", "valid", "test")] == [43_410, 5_426, 5_427]
 
 
+@pytest.mark.slow
 def test_stsb_is_read_as_a_plain_loop_reads_it() -> None:
     folder = real("stsb")
     columns = {"text_column": "1", "pair_column": "2", "label_column": "3"}
@@ -718,6 +720,7 @@ def test_stsb_is_read_as_a_plain_loop_reads_it() -> None:
     assert [len(splits[s]["label"]) for s in ("train", "valid", "test")] == [5_749, 1_500, 1_379]
 
 
+@pytest.mark.slow
 def test_wnut17_has_the_sentences_and_entities_that_a_plain_loop_counts() -> None:
     folder = real("wnut17")
     splits, _, extra = make(folder, max_length=512).encode_splits()
@@ -739,6 +742,7 @@ def test_wnut17_has_the_sentences_and_entities_that_a_plain_loop_counts() -> Non
     assert any(note == "test: of 297 words with several tags the first is taken" for note in extra["notes"])
 
 
+@pytest.mark.slow
 def test_clinc150_is_read_from_its_own_file() -> None:
     file = real("clinc150") / "data_full.json"
     splits, _, extra = make(file, text_column="1", label_column="2").encode_splits()

@@ -179,7 +179,7 @@ FORMULA = [name for name, config in KNOWN_MODELS.items() if size_from_config(con
 @pytest.mark.parametrize("card", TABLE)
 def test_every_known_model_on_every_card_has_a_plan_or_flags_that_make_one(card: str) -> None:
     """Whatever a refusal names first can be typed, and then there is a plan."""
-    for model in FORMULA[::4]:
+    for model in FORMULA[[*TABLE].index(card) % 8 :: 8]:  # another eighth of the models on each card
         first = asked_for(model, card)
         found = estimate.estimate(first, {})
         if found.plan:
