@@ -5,6 +5,7 @@ Built in a process that has the libraries: `from isobatch.tests.tiny_models impo
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,13 @@ def save_gpt2(folder: Path, vocabulary: int, seed: int = 0, **sizes: int) -> Any
     model = GPT2LMHeadModel(GPT2Config(vocab_size=trained.get_vocab_size(), **{**shape, **sizes}))
     model.save_pretrained(folder)
     return model
+
+
+def write_stories(file: Path) -> None:
+    """Some of the demo's texts: an evaluation of all takes longer than tiny models train."""
+    from isobatch.data import corpora
+
+    file.write_text("\n".join(itertools.islice(corpora.demo_corpus().splits["train"](), 200)), "utf-8")
 
 
 def _corpus() -> list[str]:

@@ -22,12 +22,13 @@ from isobatch.tests.integration.helpers import (
 )
 from isobatch.tests.integration.test_bad_input import complaint
 from isobatch.tests.paths import REGISTER
-from isobatch.tests.tiny_models import save_gpt2
+from isobatch.tests.tiny_models import save_gpt2, write_stories
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-TASK = ["auto", "--task", "causal-lm", "--model", "base", "--lr", "1e-2", "--quiet", "--save-every", "6"]
+TASK = ["auto", "--task", "causal-lm", "--model", "base", "--data", "stories.txt", "--lr", "1e-2"]
+TASK += ["--quiet", "--save-every", "6"]
 WAYS = {
     "lora": ["--adapter", "lora", "--lora-targets", "c_attn,c_proj"],
     "dora": ["--adapter", "dora"],
@@ -40,6 +41,7 @@ WAYS = {
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a pretrained model, `base`."""
     folder = tmp_path_factory.mktemp("adapters")
+    write_stories(folder / "stories.txt")
     save_gpt2(folder / "base", 600, n_layer=2, n_embd=64)  # bitsandbytes rounds 64 at a time
     return folder
 

@@ -15,6 +15,7 @@ import pytest
 from isobatch.models.hub import files_to_download, has_weights
 from isobatch.tests.integration.helpers import launch, succeed, summary
 from isobatch.tests.integration.test_bad_input import complaint
+from isobatch.tests.paths import new_cache
 from isobatch.tests.tiny_models import save_gpt2
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
         "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
         "HF_HOME": home,
         "HF_HUB_DISABLE_XET": "1",
-        "ISOBATCH_CACHE": f"{home}/prepared",
+        "ISOBATCH_CACHE": new_cache(Path(home, "prepared")),
     }
     server.shutdown()
 

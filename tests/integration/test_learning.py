@@ -15,12 +15,13 @@ from safetensors.torch import load_file
 from isobatch.tests.integration.helpers import furthest, launch, losses, run_code, succeed, summary
 from isobatch.tests.integration.test_adapters import OPENED
 from isobatch.tests.integration.test_bad_input import complaint
-from isobatch.tests.tiny_models import save_gpt2
+from isobatch.tests.tiny_models import save_gpt2, write_stories
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-TASK = ["auto", "--task", "causal-lm", "--model", "base", "--max-length", "64", "--quiet", "--keep", "9"]
+TASK = ["auto", "--task", "causal-lm", "--model", "base", "--data", "stories.txt", "--max-length", "64"]
+TASK += ["--quiet", "--keep", "9"]
 ADAPTER = ["--adapter", "lora", "--lora-targets", "c_attn,c_proj", "--lr", "1e-3"]
 KINDS = {
     "muon": (["--optimizer", "muon", "--ema", "0.9"], "ddp"),
@@ -33,6 +34,7 @@ KINDS = {
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("learning")
     save_gpt2(folder / "base", 600, n_layer=2)
+    write_stories(folder / "stories.txt")
     return folder
 
 

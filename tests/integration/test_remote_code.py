@@ -11,7 +11,7 @@ from isobatch.core.errors import UserError
 from isobatch.models import hub
 from isobatch.tests.integration.helpers import launch, losses, succeed
 from isobatch.tests.integration.test_bad_input import complaint
-from isobatch.tests.tiny_models import save_gpt2
+from isobatch.tests.tiny_models import save_gpt2, write_stories
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,7 +33,8 @@ Path("it-ran").write_text("")
 class MineLM(GPT2LMHeadModel):
     config_class = MineConfig
 """
-TASK = ["auto", "--task", "causal-lm", "--model", "mine", "--max-length", "32", "--quiet", "--steps", "24"]
+TASK = ["auto", "--task", "causal-lm", "--model", "mine", "--data", "stories.txt", "--max-length", "32"]
+TASK += ["--quiet", "--steps", "24"]
 
 
 @pytest.fixture
@@ -41,6 +42,7 @@ def home(tmp_path: Path) -> Path:
     """A folder with the model, `mine`."""
     folder = tmp_path / "mine"
     model = save_gpt2(folder, 300)
+    write_stories(tmp_path / "stories.txt")
     (folder / "configuration_mine.py").write_text(CONFIG)
     (folder / "modeling_mine.py").write_text(MODEL)
     mapped = {"AutoConfig": "configuration_mine.MineConfig", "AutoModelForCausalLM": "modeling_mine.MineLM"}
