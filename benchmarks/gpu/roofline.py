@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -33,6 +34,9 @@ FREE = {
     *("alias", "permute", "reshape", "as_strided", "squeeze", "lift_fresh", "split_with_sizes", "unbind"),
     *("empty", "empty_like", "new_empty", "empty_strided", "chunk", "_local_scalar_dense", "device"),
 }
+NAMED = {"sum", "tanh", "cat", "var_mean", "rsqrt", "_to_copy", "convert_element_type", "add"}
+OVERWRITES = ("copy_", "new_zeros", "fill_", "zero_")
+"""They read nothing of their first argument."""
 WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal", "_unique2", "item")
 LLAMAS = {"lora-1b": (2048, 16, 32, 8, 8192, 128256), "lora-8b": (4096, 32, 32, 8, 14336, 128256)}
 
@@ -54,7 +58,7 @@ class Kernels(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, out = func.__name__.split(".")[0], func(*args, **(kwargs or {}))
         self.waits[name] += name in WAITS
-        read, written = list(tensors_in(args)), list(tensors_in(out))
+        read, written = list(tensors_in(args[name in OVERWRITES :])), list(tensors_in(out))
         on_card = any(t.device.type == "cuda" for t in (*read, *written))
         if self.inside_kernel or name in FREE or not on_card:
             return out
@@ -65,41 +69,31 @@ class Kernels(TorchDispatchMode):
         self.add(name, flops, float(sum(t.numel() * t.element_size() for t in (*read, *written))), rate=rate)
         return out
 
-    def add_graph(self, graph: torch.fx.Graph, times: int) -> None:
-        """A compiled graph, so many times: products and attention by themselves, what lies between them in
-        one kernel, and one more where it sums over rows, for biases and norms.
-        """
-        fused = [n for n in graph.nodes if n.op == "call_function" and not (is_view(n) or is_product(n))]
-        group = {node: {node} for node in fused}
-        for node in fused:
-            for other in {source(i) for i in node.all_input_nodes} & group.keys():
-                if group[other] is not group[node]:
-                    group[node] |= group[other]
-                    group.update(dict.fromkeys(group[node], group[node]))
-        ends = [n for n in graph.nodes if n.op == "output" or is_product(n)]
-        needed = {source(i) for node in ends for i in node.all_input_nodes}
-        for nodes in {id(found): found for found in group.values()}.values():
-            read = sum(map(node_bytes, {source(i) for n in nodes for i in n.all_input_nodes} - nodes))
-            moved = read + sum(map(node_bytes, nodes & needed))
-            summed = {source(n.args[0]) for n in nodes if "sum" in operation(n)}
-            summed |= {n for n in nodes if operation(n) == "native_layer_norm_backward"}
-            columns = min(read, sum(map(node_bytes, summed))) if len(nodes) > 2 else 0.0
-            words = "+".join(sorted({operation(n) for n in nodes} - {"getitem", "_to_copy", "clone"}))
-            self.add(f"fused {words or 'casts'}", 0, times * (moved + columns), times * (1 + (columns > 0)))
-        for node in filter(is_product, graph.nodes):
-            read_from = list(tensors_in([i.meta["val"] for i in node.all_input_nodes]))
-            moved = float(sum(t.numel() * t.element_size() for t in read_from)) + node_bytes(node)
+    def add_graph(self, graph: torch.fx.GraphModule, times: int) -> None:
+        """A graph that Inductor got, so many times: products, attention, and its own kernels of all else."""
+        from torch._inductor.virtualized import V
+
+        module, lowered = scheduled(graph)
+        with V.set_graph_handler(lowered):
+            for kernel in (k for k in lowered.scheduler.nodes if not k.is_extern()):
+                origins = set().union(*(getattr(n.node, "origins", ()) for n in kernel.get_nodes()))
+                words = "+".join(sorted({operation(n) for n in origins} & NAMED)) or "elementwise"
+                self.add(f"fused {words}", 0, times * kernel.get_read_write_buffers_sizes(), times)
+        for node in filter(is_product, module.graph.nodes):
+            read = list(tensors_in([i.meta["val"] for i in node.all_input_nodes]))
+            moved = float(sum(t.numel() * t.element_size() for t in (*read, *tensors_in(node.meta["val"]))))
             name, rate = operation(node), RATE
-            flops = 2.0 * read_from[-2].numel() * read_from[-1].shape[-1]
+            flops = 2.0 * read[-2].numel() * read[-1].shape[-1]
             if "attention" in name:
-                flops = 2.0 * read_from[0].numel() * read_from[0].shape[-2]
+                flops = 2.0 * read[0].numel() * read[0].shape[-2]
                 flops, rate = flops * (2.5 if name.endswith("backward") else 1), ATTENTION_RATE
             for _ in range(times):
                 self.add(name, flops, moved, rate=rate)
 
     def estimate_backward(self, trained: list[nn.Parameter], frozen: bool) -> None:
         """A product costs two, or one beside a frozen weight; attention 2.5; what is elementwise reads a
-        tensor more. Weight gradients come in 16 bits, are cast to fp32 and added.
+        tensor more. Weight gradients come in 16 bits and are cast to fp32; none is added to another, as there
+        is one micro-batch.
         """
         forward = [(name, row) for (part, name), row in self.rows.items() if part == "forward"]
         self.part = "backward"
@@ -107,7 +101,7 @@ class Kernels(TorchDispatchMode):
             times = (1 if frozen else 2) if name in PRODUCTS else 1
             rate = ATTENTION_RATE if "attention" in name else RATE
             self.add(name, flops * (2.5 if rate != RATE else times), 2 * moved, int(count * times), rate)
-        self.add("gradients cast and added", 0, 18.0 * sum(p.numel() for p in trained), 2 * len(trained))
+        self.add("gradients cast", 0, 6.0 * sum(p.numel() for p in trained), len(trained))
 
 
 def operation(node: torch.fx.Node) -> str:
@@ -116,22 +110,6 @@ def operation(node: torch.fx.Node) -> str:
 
 def is_product(node: torch.fx.Node) -> bool:
     return operation(node) in PRODUCTS or "attention" in operation(node)
-
-
-def is_view(node: torch.fx.Node) -> bool:
-    """Or a part of what products, attention and views give."""
-    if operation(node) == "getitem":
-        return is_product(node.all_input_nodes[0]) or is_view(node.all_input_nodes[0])
-    return operation(node) in FREE
-
-
-def source(node: torch.fx.Node) -> torch.fx.Node:
-    """What a node is a view of."""
-    return source(node.all_input_nodes[0]) if node.op == "call_function" and is_view(node) else node
-
-
-def node_bytes(node: torch.fx.Node) -> float:
-    return float(sum(t.numel() * t.element_size() for t in tensors_in(node.meta["val"])))
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -147,6 +125,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 @contextlib.contextmanager
 def pretended_card(kernels: Kernels) -> Iterator[None]:
     """Inside, torch takes CUDA for available, and what a GPU does in one kernel counts as one."""
+    from torch._dynamo.device_interface import CudaInterface
+    from torch._inductor import scheduler
     from transformers import AttentionInterface
 
     from isobatch.engine.noise import keyed_noise
@@ -157,8 +137,8 @@ def pretended_card(kernels: Kernels) -> Iterator[None]:
         kernels.inside_kernel = True
         out = (self.unfused if self.is_kernel else self.formula)(first, *others)
         kernels.inside_kernel = False
-        if self.is_kernel:  # reads its first argument twice
-            kernels.add("softmax errors", 0, 3.0 * first.numel() * others[-1].itemsize)
+        if self.is_kernel:  # reads a row twice, the second time from the card's cache
+            kernels.add("softmax errors", 0, 1.0 * first.numel() * (first.itemsize + others[-1].itemsize))
         else:
             moved = sum(t.numel() * t.element_size() for t in tensors_in((first, others, out)))
             kernels.add(f"fused {self.formula.__qualname__}", 0, float(moved))
@@ -168,24 +148,27 @@ def pretended_card(kernels: Kernels) -> Iterator[None]:
         moved = 2.0 * (one.numel() + other.numel()) + 8.0 * total.numel()
         kernels.add("addmm", 2.0 * one.numel() * other.shape[1], moved)
 
-    card = SimpleNamespace(
-        total_memory=85 << 30, major=9, minor=0, name="NVIDIA H100 80GB HBM3", multi_processor_count=132
-    )
-    for owner, name, value in (
-        (torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
-        (torch.cuda, "is_bf16_supported", lambda *_, **__: True),
-        (torch.cuda, "get_device_properties", lambda *_, **__: card),
-        (fused_on_gpu, "__call__", one_kernel),
-        (head, "add_product", add_product),
-        (
-            keyed_noise,
-            "array_to_device",
-            lambda array, _: torch.empty(array.shape, dtype=torch.int32, device="cuda"),
-        ),
-    ):
-        setattr(owner, name, value)
-    AttentionInterface.register("sdpa", _flash_attention)
-    yield
+    def draws(array: np.ndarray, _: Any) -> Tensor:
+        return torch.empty(array.shape, dtype=torch.int32, device="cuda")
+
+    values = {"name": "NVIDIA H100 80GB HBM3", "total_memory": 85 << 30, "major": 9, "minor": 0}
+    values |= {"multi_processor_count": 132, "max_threads_per_multi_processor": 2048}
+    card = SimpleNamespace(**values, regs_per_multiprocessor=65536, warp_size=32)
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in (
+            (torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
+            (torch.cuda, "is_bf16_supported", lambda *_, **__: True),
+            (torch.cuda, "get_device_properties", lambda *_, **__: card),
+            (CudaInterface, "get_device_properties", lambda *_, **__: card),
+            (CudaInterface.Worker, "get_device_properties", lambda *_, **__: card),
+            (scheduler, "has_triton", lambda *_: True),
+            (fused_on_gpu, "__call__", one_kernel),
+            (head, "add_product", add_product),
+            (keyed_noise, "array_to_device", draws),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, value))
+        AttentionInterface.register("sdpa", _flash_attention)
+        yield
 
 
 def _flash_attention(
@@ -238,39 +221,79 @@ def fake_model(what: str) -> Any:
     return model
 
 
-def block_graphs(rows: int, length: int) -> list[tuple[str, torch.fx.Graph]]:
-    """The graphs of both passes of a block of GPT-2 124M, as torch's compiler divides them."""
-    from torch._functorch.aot_autograd import aot_function, make_boxed_func
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
+def block_graphs(rows: int, length: int) -> list[torch.fx.GraphModule]:
+    """What Inductor gets of both passes of a block of GPT-2 124M, traced on a CPU without computing it."""
+    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._inductor.compile_fx import compile_fx
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from isobatch.engine.model_setup.compile_model import compile_model
     from isobatch.engine.model_setup.layer_blocks import layer_blocks
     from isobatch.models.fused_layers import fuse_layers
 
     plain = {"n_layer": 1, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **plain))
     fuse_layers(model)
+    compile_model(model, SimpleNamespace(compile="on"))
     (block,) = layer_blocks(model)
-    names, values = zip(*block.named_parameters(), strict=True)
-    found: list[tuple[str, torch.fx.Graph]] = []
+    found: list[torch.fx.GraphModule] = []
 
-    def compute(x: Tensor, *values: Tensor) -> Any:
-        return torch.func.functional_call(block, dict(zip(names, values, strict=True)), (x,))
+    def keep(graph: torch.fx.GraphModule, *_: Any, **__: Any) -> Any:
+        found.append(graph)
+        made = [n and n.meta["val"] for n in graph.graph.output_node().args[0]]
+        return make_boxed_func(
+            lambda *_: [
+                v if v is None else torch.empty_strided(v.shape, v.stride(), dtype=v.dtype) for v in made
+            ]
+        )
 
-    def keep(part: str) -> Any:
-        def compiler(module: torch.fx.GraphModule, _: Any) -> Any:
-            found.append((part, module.graph))
-            return make_boxed_func(module.forward)
-
-        return compiler
-
-    halves: Any = min_cut_rematerialization_partition
-    function = aot_function(compute, keep("forward"), keep("backward"), halves)
+    block.compile(backend=lambda graph, given: compile_fx(graph, given, inner_compile=keep))
     with torch.autocast("cpu", torch.bfloat16):
-        out = function(torch.empty(rows, length, model.config.n_embd, requires_grad=True), *values)
+        out = block(torch.empty(rows, length, model.config.n_embd, requires_grad=True))
     out = out[0] if isinstance(out, tuple) else out
     out.backward(torch.empty_like(out))
     return found
+
+
+def scheduled(graph: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, Any]:
+    """A graph on fake CUDA tensors as Inductor rewrites it, and its kernels, of which none is compiled."""
+    from torch._inductor.debug import DebugContext
+    from torch._inductor.fx_passes.post_grad import post_grad_passes, view_to_reshape
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.virtualized import V
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and "attention" in operation(node):
+            node.target = _attention_backward if "backward" in operation(node) else _attention
+    graph.recompile()
+    values = [n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder"]
+    fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    with fake, torch.no_grad(), V.set_fake_mode(fake):
+        given = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device="cuda:0") for v in values]
+        module = make_fx(graph, _allow_non_fake_inputs=True)(*given)
+        view_to_reshape(module)
+        post_grad_passes(module, is_inference=False)
+        lowered = GraphLowering(module, given, fake.shape_env)
+        with V.set_graph_handler(lowered), V.set_debug_handler(DebugContext()), V.set_extern_kernel_nodes([]):
+            lowered.run(*given)
+            lowered.init_wrapper_code()
+            lowered._update_scheduler()  # noqa: SLF001  what Inductor's code generation begins with
+    return module, lowered
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Any:
+    """A CPU's attention in a graph, as a card's; so its backward pass."""
+    return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)[:2]  # noqa: SLF001
+
+
+def _attention_backward(*tensors: Any, **_: Any) -> Any:
+    (*known, _, _), length = tensors, tensors[0].shape[2]
+    state = torch.empty(2, dtype=torch.uint64, device=tensors[0].device)
+    more = (None, None, length, length, 0.0, True, state, state)
+    return torch.ops.aten._scaled_dot_product_flash_attention_backward(*known, *more)  # noqa: SLF001
 
 
 def measure(
@@ -286,9 +309,7 @@ def measure(
     from isobatch.models.causal_lm import chunked_cross_entropy as head
     from isobatch.models.fused_layers import fuse_layers
 
-    kernels = Kernels()
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        graphs = block_graphs(rows, length) if compiled else []
+    kernels, graphs = Kernels(), block_graphs(rows, length) if compiled else []
     with FakeTensorMode(allow_non_fake_inputs=True), pretended_card(kernels):
         model, noise, device = fake_model(what), KeyedNoise(0), torch.device("cuda")
         fuse_layers(model)
@@ -301,6 +322,7 @@ def measure(
             block.register_forward_pre_hook(lambda *_: setattr(kernels, "part", "as written"))
             block.register_forward_hook(lambda *_: setattr(kernels, "part", "forward"))
         tokens = torch.zeros(rows, length, dtype=torch.int64, device=device)
+        table = model.get_input_embeddings().weight
 
         def loss(states: Tensor) -> Tensor:
             kernels.part = "head"
@@ -309,15 +331,20 @@ def measure(
         with kernels:
             with torch.autocast("cuda", torch.bfloat16):
                 head.at_head(model.lm_head, model, tokens, loss)
-            kernels.estimate_backward([p for p in trained if p not in inside], frozen=what != "gpt2")
-            kernels.add("gradients added", 0, 12.0 * sum(p.numel() for p in inside), len(inside))
+            cast = [p for p in trained if p not in inside and p is not table]
+            kernels.estimate_backward(cast, frozen=what != "gpt2")
+            tied = table.numel() if table is model.lm_head.weight else 0
+            kernels.add(
+                "head's gradients times 1 / tokens", 0, 8.0 * (tied + rows * length * table.shape[1]), 2
+            )
+            kernels.add("head's gradient and embedding's added", 0, 12.0 * tied, bool(tied))
             for key in [key for key in kernels.rows if key[0] == "as written"]:
                 del kernels.rows[key]
-            for kernels.part, graph in graphs:
-                kernels.add_graph(graph, len(blocks))
             kernels.part = "update"
             gradient_norm([torch.empty_like(p) for p in trained], device)
-            kernels.add("adamw", 0, 28.0 * sum(p.numel() for p in trained))
+            kernels.add("adamw", 0, 32.0 * sum(p.numel() for p in trained))  # writes clipped gradients
+        for kernels.part, graph in zip(("forward", "backward"), graphs, strict=False):
+            kernels.add_graph(graph, len(blocks))
     return kernels, model
 
 

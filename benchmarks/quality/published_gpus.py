@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 from isobatch.benchmarks.quality import published
 from isobatch.engine.machine.hardware import parse_hardware
 from isobatch.engine.planning import calibration
-from isobatch.engine.planning.memory_model import ExecutionChoices, memory_footprint
+from isobatch.engine.planning.memory_model import FRAGMENTATION, ExecutionChoices, memory_footprint
 from isobatch.models.causal_lm.model_sizes import whole_size
+from isobatch.models.flops import intermediate_width
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -49,7 +50,11 @@ def measure(quick: bool) -> list[Row]:
 def compared(line: Mapping[str, str]) -> Row:
     limit, used = (SPEED if line in SPEEDS else MEMORY), "fitted" if line in FITTED else "held out"
     what, figure = f"{line['what']}, {line['machine']}", float(line["published"])
-    rest = line["unit"], figure, ours(line), limit, line["reason"]
+    found, reason = ours(line), line["reason"]
+    if line["flags"] == "qlora":
+        with_inputs = found + frozen_inputs(line)
+        reason += f": with it {100 * (with_inputs / figure - 1):+.0f} %"
+    rest = line["unit"], figure, found, limit, reason
     return {"used": used, **published.row(line["source"], what, *rest)}
 
 
@@ -67,6 +72,16 @@ def ours(line: Mapping[str, str]) -> float:
     compiled = line["flags"] == "compile"
     step = published.seconds(size, line["machine"], batch, rows, length, compile=compiled, **layout)
     return batch * length / step / machine.devices
+
+
+def frozen_inputs(line: Mapping[str, str]) -> float:
+    """GB of what bitsandbytes 0.41 (`MatMul4Bit`) kept beside the planner's activations: of a layer the
+    outputs of both norms and the gated product, in 16 bits. Attention keeps its own output, adapters what
+    they read.
+    """
+    size, tokens = model(line), int(line["rows"]) * int(line["length"])
+    kept = 2.0 * (2 * size.hidden + intermediate_width(size))
+    return FRAGMENTATION["cuda"] * tokens * (size.layers + 1) * kept / 1e9
 
 
 def model(line: Mapping[str, str]) -> ModelSize:

@@ -25,13 +25,14 @@ def compile_model(model: nn.Module, plan: Plan) -> None:
     It is one graph where it has no blocks of several modules, and as CUDA graphs.
     """
     if plan.compile != "off":
+        from isobatch.engine.model_setup.bias_sums import SumsWithinSamples  # with Inductor, which is large
+
+        torch._inductor.config.post_grad_custom_pre_pass = SumsWithinSamples()  # noqa: SLF001  torch's name
         config = torch._dynamo.config  # noqa: SLF001  torch's name for its options
         # Compile blocks under activation checkpointing although they count their draws of noise. Without this
         # option dynamo runs such blocks eagerly, in silence. The count must not be taken up again when a
         # block is recomputed, and is not.
-        option = "skip_fwd_side_effects_in_bwd_under_checkpoint"
-        if hasattr(config, option):
-            setattr(config, option, True)
+        config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
         config.recompile_limit = 64  # for all blocks: by shape, with and without gradients
         blocks = [block for block in layer_blocks(model) if any(block.children())]
         whole = not blocks or plan.compile == "reduce-overhead"

@@ -32,6 +32,8 @@ class ReplicatedStrategy(Strategy):
     def begin(self, make_optimizer: MakeOptimizer) -> None:
         model, plan, world = self.model, self.plan, self.world
         self.optimizer = make_optimizer(model)
+        self._update_clips = plan.device == "cuda" and hasattr(self.optimizer, "_step_supports_amp_scaling")
+        """Whether the update divides the gradients as it reads them, as torch's fused ones can."""
         self.named = dict(model.named_parameters())
         sparse_ids = {id(p) for p in self.sparse}
         self.dense = [p for p in model.parameters() if p.requires_grad and id(p) not in sparse_ids]
@@ -101,7 +103,9 @@ class ReplicatedStrategy(Strategy):
         if observe is not None:
             observe()
         set_rate(self.optimizer, rate)
-        if self.clip:
+        if self.clip and self._update_clips:
+            self.optimizer.grad_scale = ((norm + 1e-6) / self.clip).clamp_min(1.0)  # type: ignore[attr-defined]
+        elif self.clip:
             nn.utils.clip_grads_with_norm_(self.dense, self.clip, norm)
             for values in self._sparse_values() if self.sparse else ():
                 values.mul_((self.clip / (norm + 1e-6)).clamp_max(1.0))
@@ -161,8 +165,7 @@ class ReplicatedStrategy(Strategy):
                 self.scale *= 2
             return False
         self.scale, self.good_steps = self.scale / 2, 0
-        for p in (*self.dense, *self.sparse):
-            p.grad = None
+        self.optimizer.zero_grad(set_to_none=True)
         self._copied.clear()
         if self.scale < SCALE_LEAST:
             raise TrainingError(

@@ -361,9 +361,7 @@ def head_logits(
         if bias is not None:
             logits[:, :vocabulary] += bias
         return logits
-    if bias is None:
-        return (states @ weight.T).float()
-    return torch.addmm(bias.to(states.dtype), states, weight.T).float()
+    return F.linear(states, weight, None if bias is None else bias.to(states.dtype)).float()
 
 
 def add_product(total: Tensor, one: Tensor, other: Tensor) -> None:

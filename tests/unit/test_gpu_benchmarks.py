@@ -10,17 +10,19 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 import torch
+from torch._inductor import config as inductor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from isobatch.benchmarks import child_process
 from isobatch.benchmarks.gpu import command, runner, runs
 from isobatch.benchmarks.gpu.calibration import CEILINGS, calibration
 from isobatch.benchmarks.gpu.profiler import STEP, trace_figures
-from isobatch.benchmarks.gpu.roofline import BANDWIDTH, Kernels
+from isobatch.benchmarks.gpu.roofline import Kernels, pretended_card
 from isobatch.benchmarks.gpu.runner import GPU, Part, Results, Trial, run_part
 from isobatch.core.facts import Facts
 from isobatch.core.recipe import Recipe
 from isobatch.engine.machine.hardware import parse_hardware
+from isobatch.engine.model_setup.bias_sums import SumsWithinSamples
 from isobatch.engine.planning.calibration import MEASURED, GpuConstants
 from isobatch.engine.planning.cost_model import PlanningCase, step_seconds
 from isobatch.engine.planning.memory_model import ExecutionChoices
@@ -208,15 +210,27 @@ def test_energy_is_what_the_counted_steps_took(tmp_path: Path) -> None:
     assert runs.energy(200.0, []) == {}
 
 
-def test_a_compiled_graph_fuses_what_lies_between_products() -> None:
-    """(4, 8) @ (8, 2) in fp32: what is added and rectified is read and written once, then the product's."""
-    x, weight = torch.ones(4, 8), torch.ones(8, 2)
-    kernels = Kernels()
-    kernels.add_graph(make_fx(lambda x, weight: (x.sin() + x).relu() @ weight)(x, weight).graph, 3)
-    assert dict(kernels.rows) == {
-        ("forward", "fused add+relu+sin"): [3, 0.0, 3.0 * 2 * 4 * 8 * 4, pytest.approx(768 / BANDWIDTH)],
-        ("forward", "mm"): [3, 3.0 * 2 * 4 * 8 * 2, 3.0 * (32 + 16 + 8) * 4, pytest.approx(672 / BANDWIDTH)],
-    }
+def test_a_card_sums_in_the_kernel_that_makes_what_is_summed() -> None:
+    """Inductor's kernels for three (16, 256, 512) in fp32, side by side: each is read and written once, and
+    all are read again where a sum over rows is not rewritten. A product of (4096, 1536) by (1536, 2) follows.
+    """
+
+    def compute(*parts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = torch.cat(parts[:3], 2).view(-1, 1536)
+        return rows @ parts[3], rows.sum(0, keepdim=True)
+
+    def moved(rewrite: SumsWithinSamples | None) -> float:
+        kernels = Kernels()
+        parts = [torch.empty(16, 256, 512) for _ in range(3)]
+        graph = make_fx(compute)(*parts, torch.empty(1536, 2))
+        with pretended_card(kernels), inductor.patch(post_grad_custom_pre_pass=rewrite):
+            kernels.add_graph(graph, 3)
+        assert kernels.rows.pop(("forward", "mm"))[:2] == [3, 3.0 * 2 * 4096 * 1536 * 2]
+        return sum(row[2] for row in kernels.rows.values()) / 3
+
+    whole = 16 * 256 * 1536 * 4
+    assert 2 * whole < moved(SumsWithinSamples()) < 2.01 * whole
+    assert 3 * whole < moved(None) < 3.02 * whole
 
 
 def test_the_lock_names_every_wheel_that_a_borrowed_machine_gets() -> None:

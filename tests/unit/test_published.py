@@ -30,3 +30,9 @@ def test_speeds_that_no_constant_was_fitted_to_are_near() -> None:
     assert (len(held_out), len(near) >= 8) == (10, True), held_out
     for found in map(published_gpus.fitted, published_gpus.CONSTANTS):
         assert found["fitted"] == pytest.approx(found["ours"], abs=0.01)
+
+
+@pytest.mark.parametrize("line", [line for line in published_gpus.ROWS if line["flags"] == "qlora"])
+def test_what_an_older_bitsandbytes_kept_is_what_is_missing(line: dict[str, str]) -> None:
+    found = published_gpus.ours(line) + published_gpus.frozen_inputs(line)
+    assert found == pytest.approx(float(line["published"]), rel=published_gpus.MEMORY / 100)
