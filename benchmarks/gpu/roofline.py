@@ -234,18 +234,24 @@ def block_graphs(rows: int, length: int) -> list[torch.fx.GraphModule]:
     plain = {"n_layer": 1, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **plain))
     fuse_layers(model)
-    compile_model(model, SimpleNamespace(compile="on"))
+    plan: Any = SimpleNamespace(compile="on")
+    compile_model(model, plan)
     (block,) = layer_blocks(model)
     found: list[torch.fx.GraphModule] = []
 
     def keep(graph: torch.fx.GraphModule, *_: Any, **__: Any) -> Any:
         found.append(graph)
-        made = [n and n.meta["val"] for n in graph.graph.output_node().args[0]]
-        return make_boxed_func(
-            lambda *_: [
-                v if v is None else torch.empty_strided(v.shape, v.stride(), dtype=v.dtype) for v in made
-            ]
-        )
+        outputs: Any = graph.graph.output_node().args[0]
+
+        def empty(node: torch.fx.Node | None) -> Tensor | None:
+            value: Any = node and node.meta["val"]
+            return (
+                value
+                if value is None
+                else torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+            )
+
+        return make_boxed_func(lambda *_: list(map(empty, outputs)))
 
     block.compile(backend=lambda graph, given: compile_fx(graph, given, inner_compile=keep))
     with torch.autocast("cpu", torch.bfloat16):
