@@ -76,7 +76,7 @@ def test_more_processes_learn_the_same(processes: int, home: Path) -> None:
 def test_choices_that_could_depend_on_the_world_do_not(flags: list[str], home: Path) -> None:
     name = flags[0].strip("-")
     for processes in ("1", "2"):
-        words = ["auto", "--task", "recommender", *flags, "--text", "off", "--epochs", "1", "--quiet"]
+        words = ["auto", "--task", "recommender", *flags, "--text", "off", "--epochs", "0.4", "--quiet"]
         where = ["--processes", processes, "--name", f"{name}{processes}", "--again", "--save-every", "20"]
         succeed(*words, *where, cwd=home)
     one, two = (home / "runs" / f"{name}{n}" for n in (1, 2))
