@@ -653,19 +653,19 @@ def _candidates(scores: np.ndarray, top: int, slack: Any) -> tuple[np.ndarray, n
     is in a list. To sort, or only to part, all scores takes longer than to compute them.
     """
     items = scores.shape[1]
-    stripes = STRIPES if items > 4 * STRIPES * top else 1
-    groups = -(-items // stripes)
-    firsts = np.arange(stripes) * groups
-    starts = np.minimum(firsts, items - groups)  # the last stripe overlaps the one before
+    groups = -(-items // (STRIPES if items > 4 * STRIPES * top else 1))
+    starts = np.arange(0, items, groups)
     best = scores[:, :groups].copy()
-    for start in starts[1:].tolist():
-        np.maximum(best, scores[:, start : start + groups], out=best)
+    for start in starts[1:].tolist():  # no item is in two groups: it would stand for two of a list
+        stripe = scores[:, start : start + groups]
+        np.maximum(best[:, : stripe.shape[1]], stripe, out=best[:, : stripe.shape[1]])
     place = groups - min(top, groups)
     least = np.partition(best, place)[:, place] - slack
     least = np.maximum(least, np.finfo(scores.dtype).min)[:, None]
     row, group = np.nonzero(best >= least)
     item = group[:, None] + starts
-    kept, stripe = np.nonzero((scores[row[:, None], item] >= least[row]) & (item >= firsts))
+    there = scores[row[:, None], np.minimum(item, items - 1)] >= least[row]
+    kept, stripe = np.nonzero(there & (item < items))
     return row[kept], item[kept, stripe]
 
 
