@@ -34,8 +34,14 @@ BASELINES = {
     **{ALS: "ALS", BLEND: "the blend"},
 }
 """Baselines of the same interactions -> their names in a sentence."""
+COUNTED = (POPULARITY, RECENT)
+"""Those that know nothing of a user, and no items like another."""
 UNTRAINED = "nobody took it in training, and no text of it was read"
-WAY_OUT = "train again when it has interactions, or with texts of items"
+ALONE = "nobody took it with another item in training"
+WAY_OUT = (
+    "train again when it is taken with others, or read texts of items"
+    " (--preset sequence --text frozen --text-model FOLDER)"
+)
 READ = "nobody took it in training, and of its text the model alone knows"
 BY_MODEL = "ask the model for it, --by model"
 NEWTON_STEPS = 30
@@ -134,6 +140,8 @@ class Recommendations:
         """Of the transformer that makes a user's vector of the items that they took; 0: there is none."""
         self.counts = np.array(names["counts"])
         """(items,) training interactions."""
+        self._told = self.counts > 0
+        """(items,) whether interactions say for what ranks the items what goes with each."""
         self.described = np.array(names["described"], bool)
         """(items,) whether what ranks the items reads a text of the item."""
         self._read = self.described
@@ -309,7 +317,7 @@ class Recommendations:
         weights = np.ones(len(taken)) if quantities is None else np.bincount(numbers, quantities)[taken]
         kept = self._known[taken]
         telling = taken[kept]
-        if not len(telling) and self.by not in (POPULARITY, RECENT):
+        if not len(telling) and self.by not in COUNTED:
             names = f"item {items[0]}" if len(items) == 1 else f"items {', '.join(items[:3])}"
             raise RecommendationError(f"{names}: {self._why_unknown(taken, 'nothing is told of a user')}")
         return self._entries(*self._top(self.scores_for(telling, weights[kept])[None], taken, top))[0]
@@ -329,7 +337,7 @@ class Recommendations:
     @cached_property
     def _known(self) -> Any:
         """(items,) whether anything is known of an item: an interaction in training, or a text."""
-        return (self.counts > 0) | self.described
+        return self._told | self.described
 
     def remarks(self, items: Sequence[str]) -> list[str]:
         """Lines for a person on which of these items, given by id or title, tell nothing."""
@@ -338,7 +346,8 @@ class Recommendations:
 
     def _why_unknown(self, numbers: Any, so: str) -> str:
         """Why items by number tell nothing here, what follows, and the way out."""
-        why, way_out = (READ, BY_MODEL) if self._read[numbers].any() else (UNTRAINED, WAY_OUT)
+        why, way_out = ALONE if self.counts[numbers].any() else UNTRAINED, WAY_OUT
+        why, way_out = (READ, BY_MODEL) if self._read[numbers].any() else (why, way_out)
         return f"{why}, so that {so}: {way_out}"
 
     def new_user(self, taken: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
@@ -546,8 +555,14 @@ class BaselineRecommendations(Recommendations):
         if by == BLEND:
             shares = sorted(((float(share[0]), name) for name, share in self._kept.items()), reverse=True)
             self._parts = [(share, open_recommendations(folder, name, self)) for share, name in shares]
+            if telling := [part for _, part in self._parts if part.by not in COUNTED]:
+                self._told = np.logical_or.reduce([part._known for part in telling])  # noqa: SLF001
         elif by == ALS:
             self.arrays = {**self.arrays, "items": self._kept["items"], "bias": self._kept["items"][:, 0] * 0}
+        elif by not in COUNTED:
+            weights = np.diff(self._kept["starts"])
+            weights += np.bincount(self._kept["targets"], minlength=len(weights))
+            self._told = (weights > 0) & self._told
         if not any(part.by == MODEL for _, part in self._parts):
             self.described = np.zeros_like(self.described)
 
@@ -563,7 +578,7 @@ class BaselineRecommendations(Recommendations):
     def _score(self, users: np.ndarray, room: np.ndarray, *rooms: np.ndarray) -> Scored:
         if self.by == ALS:
             return self._by_vectors(self.vectors(users), room)
-        if self.by in (POPULARITY, RECENT):
+        if self.by in COUNTED:
             room[:] = counts = next(iter(self._kept.values())).astype(np.float64)
             slack = 4 * np.finfo(room.dtype).eps * counts.max(initial=0)
             return room, np.full(len(room), slack), lambda _, items: counts[items]
@@ -581,23 +596,27 @@ class BaselineRecommendations(Recommendations):
 
         Exact in fp32, and so the same in any order: weights are multiples of 2**-24 of the largest sum.
         """
-        targets, values, dense = self._weights
+        starts, _, _, dense = weights = self._weights
+        amounts = amounts * np.ones(len(item), np.float32)
         if dense is not None and len(room) >= FEW:
             x = np.zeros((len(room), len(self.items)), room.dtype)
             x[owner, item] = 1
             np.matmul(x, dense, out=room)
         else:
             room.fill(0)
-            pair, places = _spans(self._kept["starts"], item)
-            amount = values[places] if np.ndim(amounts) == 0 else values[places] * amounts[pair]
-            np.add.at(room.reshape(-1), owner[pair] * len(self.items) + targets[places], amount)
+            _add_weights(room, weights[:3], owner, item, amounts)
+        silent = np.bincount(owner, np.diff(starts)[item], len(room)) == 0
+        if (quiet := silent[owner]).any():  # among the nearest of no other an item speaks for its own nearest
+            _add_weights(room, self._columns, owner[quiet], item[quiet], amounts[quiet])
         # What nobody took together tells nothing.
-        room[np.bincount(owner, np.diff(self._kept["starts"])[item], len(room)) == 0] = self.counts
+        room[np.bincount(owner, self._told[item], len(room)) == 0] = self.counts
         return room
 
     @cached_property
-    def _weights(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """(weights,) targets, and values; (items, items) both as a matrix, or None of many items."""
+    def _weights(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
+        """Of each item `starts` (items + 1,) of its weights, their targets and values; (items, items) the
+        same as a matrix, or None of many items.
+        """
         starts, items = self._kept["starts"], len(self.items)
         targets, values = self._kept["targets"].astype(np.int64), self._kept["values"].astype(np.float64)
         largest = np.bincount(targets, np.abs(values), items).max(initial=TINY)
@@ -606,13 +625,20 @@ class BaselineRecommendations(Recommendations):
         if items**2 <= DENSE:
             dense = np.zeros((items, items), np.float32)
             np.add.at(dense, (_spans(starts, np.arange(items))[0], targets), values)
-        return targets, values, dense
+        return starts, targets, values, dense
+
+    @cached_property
+    def _columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The same by target: `starts`, the items whose weights these are, and values."""
+        starts, targets, values, _ = self._weights
+        order, every = np.argsort(targets, kind="stable"), np.arange(len(starts))
+        return np.searchsorted(targets[order], every), _spans(starts, every[:-1])[0][order], values[order]
 
     def scores_for(self, taken: np.ndarray, amounts: Any = 1.0) -> Any:
         """(items,) scores of a user who took these different items, by number."""
         if self._parts:
             return sum(share * standardized(part.scores_for(taken, amounts)) for share, part in self._parts)
-        if self.by in (POPULARITY, RECENT):
+        if self.by in COUNTED:
             return next(iter(self._kept.values())).astype(np.float64)
         if self.by == ALS:
             user = self.new_user(taken, amounts * np.ones(len(taken), np.float32))
@@ -637,8 +663,9 @@ class BaselineRecommendations(Recommendations):
         the item.
         """
         if self._parts:
-            return next(part for _, part in self._parts if part._known[number]).similarities(number)  # noqa: SLF001
-        if self.by in (POPULARITY, RECENT):
+            knows = (p for _, p in self._parts if p._known[number] and p.by not in COUNTED)  # noqa: SLF001
+            return next(knows, self._parts[0][1]).similarities(number)
+        if self.by in COUNTED:
             raise RecommendationError("popularity knows no items like another: ask by the model, knn or ease")
         if self.by == ALS:
             return super().similarities(number)
@@ -674,6 +701,14 @@ def _spans(starts: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray
     counts = starts[rows + 1] - starts[rows]
     owner = np.repeat(np.arange(len(rows)), counts)
     return owner, np.arange(len(owner)) + (starts[rows] + counts - counts.cumsum())[owner]
+
+
+def _add_weights(room: np.ndarray, weights: Any, owner: np.ndarray, item: np.ndarray, amounts: Any) -> None:
+    """Add to `room` (n, items) the weights of the items that (pairs,) owners had, so often."""
+    starts, targets, values = weights
+    pair, places = _spans(starts, item)
+    at = owner[pair] * room.shape[1] + targets[places]
+    np.add.at(room.reshape(-1), at, values[places] * amounts[pair])
 
 
 def written_otherwise(name: str, known: Container[str]) -> str:

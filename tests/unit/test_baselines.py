@@ -11,6 +11,8 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from isobatch.core.errors import UserError
+from isobatch.launch.predicting.recommend import answer_users
+from isobatch.launch.predicting.tables import ListRequest
 from isobatch.models.recommendation import baselines, classics, ranking
 from isobatch.models.recommendation.recommendations import BASELINES, Recommendations, open_recommendations
 from isobatch.tests.unit.test_recommender import ITEMS, USERS, held_out, net, recommender
@@ -339,17 +341,34 @@ def test_a_run_without_held_out_data_ranks_as_the_one_before_chose(has_model: bo
         assert baselines._read(tmp_path / "live")[1] == "ease"  # noqa: SLF001
 
 
-def test_who_took_what_no_other_took_gets_what_most_took(tmp_path: Path) -> None:
-    """By item-kNN and EASE all their scores are equal, and the catalogue's order says nothing."""
+@pytest.mark.parametrize("by", ["knn", "ease", "blend"])
+def test_an_item_that_is_among_the_nearest_of_no_other_speaks_for_its_own_nearest(
+    by: str, tmp_path: Path
+) -> None:
+    """As a new one. What no other has weights for either tells nothing, and the catalogue's order neither."""
     write_model(tmp_path)
     arrays = dict(load_file(tmp_path / baselines.BASELINES_FILE))
-    arrays["knn.starts"][:-1] = 0  # all weights are those of the last item
-    save_file(arrays, tmp_path / baselines.BASELINES_FILE, {"best": "knn"})
+    for name in ("knn", "ease"):
+        rows = {"starts": [0, 0, 0, *[2] * (ITEMS - 2)], "targets": [0, 3], "values": [0.5, 0.2]}
+        for part, values in rows.items():  # item 2 speaks for items 0 and 3, and none for it
+            arrays[f"{name}.{part}"] = np.array(values, arrays[f"{name}.{part}"].dtype)
+    arrays = {k: v for k, v in arrays.items() if not k.startswith("blend")}
+    arrays |= {f"blend.{name}": np.array([x], np.float32) for name, x in (("popularity", 0.6), ("knn", 0.4))}
+    save_file(arrays, tmp_path / baselines.BASELINES_FILE, {"best": by})
     lists = open_recommendations(tmp_path)
-    had = [lists._had_by(np.array([n]))[1] for n in range(USERS)]  # noqa: SLF001
-    silent = [user for n, user in enumerate(lists.users) if len(lists.items) - 1 not in had[n]]
+    assert [entry["item"] for entry in lists.similar("i0", 3)] == ["i2"]
+    assert lists.for_items(["i0"], 1)[0]["item"] == "i2" or by == "blend"
+    assert [entry["item"] for entry in lists.similar("i2", 3)] == ["i0", "i3"]
+    assert not lists.knows_item("i1")
+    for ask in (lists.similar, lambda item, top: lists.for_items([item], top)):
+        with pytest.raises(UserError, match="item i1: nobody took it with another item in training"):
+            ask("i1", 3)
+    (found,) = answer_users(lists, 3, [ListRequest(items=("i1",))])
+    assert "nobody took it with another" in found["fallback"]
+    had = [{*lists._had_by(np.array([n]))[1].tolist()} for n in range(USERS)]  # noqa: SLF001
+    silent = [user for user, items in zip(lists.users, had, strict=True) if not items & {0, 2, 3}]
     assert silent
-    for found in (*lists.recommend_each(silent, 3), lists.for_items(lists.items[:1], 3)):
+    for found in lists.recommend_each(silent, 3) if by != "blend" else []:
         counts = [lists.counts[lists.items.index(one["item"])] for one in found]
         assert counts == sorted(counts, reverse=True)
 
