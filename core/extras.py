@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import tomllib
-from pathlib import Path
 
 from isobatch.core.errors import UserError
+from isobatch.core.package import table_beside
 
-_EXTRAS = tomllib.loads(Path(__file__).with_name("extras.toml").read_text(encoding="utf-8"))
+_EXTRAS = table_beside(__file__, "extras")
 EXTRAS = {library: extra for extra, libraries in _EXTRAS.items() for library in libraries.split()}
 """Library -> the extra of pyproject.toml with it."""
 

@@ -6,14 +6,12 @@ Torch is imported where an optimizer is made, so that the table can be listed wi
 from __future__ import annotations
 
 import importlib
-import tomllib
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
-from isobatch.core.package import load
+from isobatch.core.package import load, traits_beside
 
 if TYPE_CHECKING:
     from torch import nn
@@ -66,11 +64,8 @@ class OptimizerTraits:
         return kind(groups, lr=lr, **self.options, **fused)
 
 
-OPTIMIZERS: dict[str, OptimizerTraits] = {}
+OPTIMIZERS = traits_beside(__file__, OptimizerTraits)
 """Name -> traits."""
-for _name, _traits in tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")).items():
-    _other = OPTIMIZERS.get(_traits.pop("like", ""))
-    OPTIMIZERS[_name] = replace(_other, **_traits) if _other else OptimizerTraits(**_traits)
 
 
 def of_recipe(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.machinery
 import json
 import os
 import pkgutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 ROOT = Path(__file__).resolve().parent.parent
 """The folder of the package: a clone, or `isobatch` in site-packages."""
@@ -36,6 +40,21 @@ def cache_folder() -> Path:
 def load(place: str) -> Any:
     """What stands at `module:name` within isobatch; imports the module."""
     return pkgutil.resolve_name(f"isobatch.{place}")
+
+
+def table_beside(file: str, name: str = "") -> dict[str, Any]:
+    """The table of a TOML file beside a module: `name`.toml, or the one that is called like the module."""
+    module = Path(file)
+    return tomllib.loads(module.with_name(f"{name or module.stem}.toml").read_text(encoding="utf-8"))
+
+
+def traits_beside(file: str, kind: type[T]) -> dict[str, T]:
+    """Name -> traits, by the table beside a module; a row may be `like` one above it and say what differs."""
+    found: dict[str, Any] = {}
+    for name, row in table_beside(file).items():
+        other = found.get(row.pop("like", ""))
+        found[name] = dataclasses.replace(other, **row) if other else kind(**row)
+    return found
 
 
 def own_command(*words: str) -> list[str]:

@@ -6,10 +6,10 @@ model on every process; the others hold shards of it (Rajbhandari et al. 2020, "
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Collection
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
+
+from isobatch.core.package import traits_beside
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,11 +61,8 @@ class StrategyTraits:
         return self.shards_weights or self.shards_moments or self.offloads
 
 
-STRATEGIES: dict[str, StrategyTraits] = {}
+STRATEGIES = traits_beside(__file__, StrategyTraits)
 """Name -> traits."""
-for _name, _traits in tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")).items():
-    _other = STRATEGIES.get(_traits.pop("like", ""))
-    STRATEGIES[_name] = replace(_other, **_traits) if _other else StrategyTraits(**_traits)
 
 
 def mesh_of(strategy: str, processes: int, copies: int) -> tuple[int, int]:

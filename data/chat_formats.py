@@ -9,6 +9,7 @@ from typing import Any
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import nearest_hint
+from isobatch.core.package import table_beside
 from isobatch.data.tables.delimited import USUAL_COLUMNS, simple_name
 
 Message = dict[str, Any]
@@ -35,14 +36,10 @@ VALUES_COLUMN = "chat_template_kwargs"
 WEIGHT_KEYS = ("weight", "loss_weight", "loss_mask", "train", "training", "loss")
 """Fields of a message that say whether it is learnt."""
 NO_MEDIA = "only text is learnt: leave such rows out"
-NOT_READ = dict.fromkeys(
-    ("tool_use", "tool_result"), "give calls as `tool_calls`, and results as messages by the tool"
-)
-NOT_READ |= dict.fromkeys(("images", "image", "videos", "video", "audios", "audio"), NO_MEDIA)
+_TABLES = table_beside(__file__)
+NOT_READ: dict[str, str] = _TABLES["not_read"]
 """Roles, fields of a message, or types of a part of its content -> what is said of them."""
-ROLE_ALIASES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
-ROLE_ALIASES |= {"model": "assistant", "developer": "system", **dict.fromkeys(CALL_ROLES, "assistant")}
-ROLE_ALIASES |= dict.fromkeys(("observation", "function", "ipython", "tool_response", "tool_result"), "tool")
+ROLE_ALIASES: dict[str, str] = _TABLES["roles"]
 ALPACA_COLUMNS = ("instruction", "output")
 ALPACA_ANSWERS = ("output", "response", "completion", "answer")
 """Columns of an instruction's answer; the first that a row has is read."""

@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import html
 import re
-import tomllib
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import nearest_hint
+from isobatch.core.package import table_beside
 from isobatch.data.chat_formats import THOUGHT, Message
 from isobatch.data.preparation.encoding import text_hash
 
@@ -28,7 +27,7 @@ CLEANING_VERSION = 2
 MAX_BLOCK_CHARACTERS = 1 << 20
 """A script, style or comment that is not closed within so many characters is kept as text."""
 
-_HTML = tomllib.loads(Path(__file__).with_name("html_elements.toml").read_text(encoding="utf-8"))
+_HTML = table_beside(__file__, "html_elements")
 _BLOCK_ELEMENTS = frozenset(_HTML["block"].split())
 """Elements that end a line."""
 _ELEMENTS = _BLOCK_ELEMENTS | frozenset(_HTML["inline"].split())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import tomllib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy as np
 from isobatch.core import hub_cache
 from isobatch.core.errors import UserError, nearest_file
 from isobatch.core.hub_cache import explain_hub_error
+from isobatch.core.package import table_beside
 from isobatch.data.digests import file_hash
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 TRAINING_CHARACTERS = 20_000_000
 END_OF_TEXT = "<|endoftext|>"
-_NAMES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_NAMES = table_beside(__file__)
 FORMATS = {kind: [names.split() for names in files] for kind, files in _NAMES["files"].items()}
 """Format -> the names of each of its files."""
 TOKENIZER_FILES = tuple(name for files in FORMATS.values() for names in files for name in names)

@@ -5,17 +5,16 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from isobatch.core import flags
 from isobatch.core.errors import UserError
 from isobatch.core.flags import Flag, flags_of, nearest_hint
 from isobatch.core.optimizers import OPTIMIZERS, OWN
-from isobatch.core.package import load
+from isobatch.core.package import ROOT, load, table_beside
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import DEMO, SHORT_MODEL_NAMES, TASK_CODE, Recipe
 from isobatch.data.base import Data
@@ -24,11 +23,21 @@ from isobatch.engine import consent, task_files
 from isobatch.engine.task_files import is_task_file
 from isobatch.models.base import Task
 from isobatch.models.capabilities import ChangesModel, LeavesUnread, MakesOptimizer
-from isobatch.models.workloads import list_chains, list_workloads
 
-TASKS = list_workloads()
-CHAINS = list_chains()
-_WORDS = tomllib.loads(Path(__file__).with_name("task_words.toml").read_text(encoding="utf-8"))
+
+class Workload(NamedTuple):
+    """A workload that models/workloads.toml lists: listing them imports none."""
+
+    task: str
+    """The class, as `module:Class` within isobatch."""
+    summary: str
+    """What it does in a line."""
+
+
+_LISTED = table_beside(str(ROOT / "models" / "workloads"))
+TASKS = {name: Workload(f"models.{task}", said) for name, (task, said) in _LISTED["tasks"].items()}
+CHAINS: dict[str, list[str]] = _LISTED["chains"]
+_WORDS = table_beside(__file__, "task_words")
 TASK_WORDS = {word: name for name, words in _WORDS["meant"].items() for word in words.split()}
 """What other tools and newcomers call a task -> its name."""
 NOT_A_TASK = {word: why for why, words in _WORDS["none"].items() for word in words.split()}

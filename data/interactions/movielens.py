@@ -6,17 +6,17 @@ The codes of age, occupation and genre become words: the texts of users and item
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
 from isobatch.core.errors import UserError
+from isobatch.core.package import table_beside
 from isobatch.data.interactions.formats import FolderFormat, ItemText, RawInteractions
 from isobatch.data.interactions.tables import Table, delimited_table, headless, read_fields, read_rows
 
-_CODES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_CODES = table_beside(__file__)
 AGES: dict[str, str] = _CODES["ages"]
 OCCUPATIONS: list[str] = _CODES["occupations"]
 COLUMNS = ("user", "item", "rating", "time")

@@ -6,12 +6,12 @@ import csv
 import functools
 import itertools
 import re
-import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from isobatch.core.errors import UserError
+from isobatch.core.package import table_beside
 
 csv.field_size_limit(1 << 30)
 SAMPLED_LINES = 100
@@ -30,7 +30,7 @@ HAS_DIGIT = re.compile(r"\d")
 ATOMIC_TYPE = re.compile(":(token|float)(_seq)?$")
 
 
-_USUAL_COLUMNS = tomllib.loads(Path(__file__).with_name("usual_columns.toml").read_text(encoding="utf-8"))
+_USUAL_COLUMNS = table_beside(__file__, "usual_columns")
 USUAL_COLUMNS = {
     kind: {name: tuple(words.split()) for name, words in named.items()}
     for kind, named in _USUAL_COLUMNS.items()

@@ -8,6 +8,7 @@ from typing import Any
 
 from isobatch.core.errors import UserError
 from isobatch.core.measures import counted
+from isobatch.core.package import table_beside
 from isobatch.data import chat_formats, readers
 from isobatch.data.chat_formats import HISTORY, MESSAGE_KEYS, NOT_READ, RESULT_KEYS, WEIGHT_KEYS
 
@@ -16,8 +17,8 @@ _REFUSED = {"images", "image", "videos", "video", "audios", "audio"}
 """Columns without which the rest means something else."""
 JUDGED = ("label", "kto_tag")
 """Columns that say whether an answer is good."""
-JUDGEMENTS = dict.fromkeys(("true", "good", "desirable", "chosen"), True)
-JUDGEMENTS |= dict.fromkeys(("false", "bad", "undesirable", "rejected"), False)
+_TABLES = table_beside(__file__)
+JUDGEMENTS: dict[str, bool] = _TABLES["judgements"]
 """What stands there -> whether the answer is good."""
 
 
@@ -25,11 +26,7 @@ LEFT_OUT, FIELD = "left out: ", "field: "
 """What names of counts begin with."""
 SIZES = [*("tokens", "predicted", "words", "bytes", "lines"), "conversations", "prompt_tokens"]
 SIZES += ["response_tokens"]
-CUTS = {
-    "prompts_cut": "the prompt loses its beginning",
-    "answers_cut": "answers are cut",
-    "turns_left_out": "later turns are left out",
-}
+CUTS: dict[str, str] = _TABLES["cuts"]
 """Counts of rows that were cut, and what is said of them."""
 
 

@@ -7,17 +7,16 @@ file has them as a row of the fields of `GpuConstants`.
 from __future__ import annotations
 
 import dataclasses
-import tomllib
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from isobatch.core.package import table_beside
 from isobatch.engine.machine.ceilings import Ceilings
 
 if TYPE_CHECKING:
     from isobatch.engine.machine.gpu_table import Gpu
 
-TYPICAL_CORE = Ceilings(**tomllib.loads(Path(__file__).with_name("typical_core.toml").read_text("utf-8")))
+TYPICAL_CORE = Ceilings(**table_beside(__file__, "typical_core"))
 """Of a core, for machines that are only named (measured on two cores of an AMD EPYC with AVX512_BF16)."""
 EMULATED_BF16 = 0.2
 """Of the fp32 rate, where a processor has no bf16 (measured)."""

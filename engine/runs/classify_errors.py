@@ -11,18 +11,11 @@ from types import FrameType
 
 from isobatch.core import errors
 from isobatch.core.atomic_files import disk_full
+from isobatch.core.package import table_beside
 
-_MEMORY = (
-    *("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc", "alloc_failed"),
-    "start new thread",
-)
-_WEIGHTS = ("Weights only load failed", "PytorchStreamReader", "Error while deserializing header")
-"""What torch and safetensors say of files that they do not read."""
+_SAID = table_beside(__file__, "error_words")
+"""What libraries say of each kind of error."""
 SHOWN_FRAMES = 2
-_CONNECTION = (
-    *("gloo/transport", "connection reset by peer", "connection closed by peer", "nccl", "broken pipe"),
-    *("remote process exited", "timed out waiting", "tcpstore"),
-)
 
 
 def classify(error: BaseException) -> errors.IsobatchError | None:
@@ -40,15 +33,15 @@ def classify(error: BaseException) -> errors.IsobatchError | None:
         file = str(error.filename or str(error).removeprefix("No such file or directory: "))
         if os.path.lexists(file) and not os.access(file, os.R_OK):
             return errors.UserError(f"{file}: Permission denied: it must be readable (chmod a+r)")
-    if any(words in str(error) for words in _WEIGHTS):
+    if any(words in str(error) for words in _SAID["weights"]):
         frames = (frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__))
         model = next(filter(None, (f.get("pretrained_model_name_or_path") for f in frames)), "the model")
         why = "damaged, or a pickle of more than tensors, which is never opened"
         return errors.UserError(f"{model}: its weights are {why}: copy them anew, or as safetensors")
     text = str(error).lower() if isinstance(error, RuntimeError) else ""
-    if isinstance(error, MemoryError) or any(phrase in text for phrase in _MEMORY):
+    if isinstance(error, MemoryError) or any(phrase in text for phrase in _SAID["memory"]):
         return errors.OutOfMemoryError(f"out of memory: {errors.first_line(error)[:200]}")
-    if any(phrase in text for phrase in _CONNECTION):
+    if any(phrase in text for phrase in _SAID["connection"]):
         return errors.WorkerLostError(
             f"the connection to another process broke: {errors.first_line(error)[:200]}"
         )

@@ -45,8 +45,6 @@ def newest_checkpoint(run: RunFolder, builder: Builder, say: Callable[[str], Non
             if world.is_main:
                 checkpoint.remove(folder)
             continue
-        if "hooks" not in saved.state:
-            raise TrainingError(f"checkpoint {folder} is of an older version: train again, with --again")
         origin = (saved.state["recipe_hash"], saved.state["fingerprint"])
         if origin != (state.recipe.hash(), state.facts.fingerprint):
             raise TrainingError(

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import tomllib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import get_args
 
 from isobatch.core.errors import DONE, UserError
 from isobatch.core.flags import NoOptions, choices_of, flags_of
+from isobatch.core.package import table_beside
 from isobatch.launch.cli import COMMANDS, GROUPS, find_command
 from isobatch.launch.local.arguments import read_command
 
-SCRIPTS: dict[str, str] = tomllib.loads(Path(__file__).with_name("completion.toml").read_text("utf-8"))
+SCRIPTS: dict[str, str] = table_beside(__file__, "completion")
 """Shell -> the script that asks `isobatch complete` for the words that fit."""
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import Flag, describe_type, flags_of, spelling, to_json_value, value_text
+from isobatch.core.package import table_beside
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import Recipe
 from isobatch.core.terminal import fitted, print_answer, rendered
@@ -37,7 +37,7 @@ class DescribeOptions(ListingOptions):
     """Every flag of a task, not only those that people set."""
 
 
-USUAL = tomllib.loads(Path(__file__).with_name("usual_flags.toml").read_text(encoding="utf-8"))
+USUAL = table_beside(__file__, "usual_flags")
 """Task -> the names of those of its own flags that people set; `every`: of the flags that all tasks have."""
 OF_A_RECIPE = ("auto", "plan", "profile", "tune", "prepare", "submit")
 """Commands that take the flags of a task as well."""

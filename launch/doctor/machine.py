@@ -7,7 +7,6 @@ import os
 import shutil
 import sys
 import tempfile
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core import hub_cache
 from isobatch.core.measures import format_bytes
-from isobatch.core.package import cache_folder
+from isobatch.core.package import cache_folder, table_beside
 from isobatch.engine.machine.detect import detect
 from isobatch.engine.machine.hardware import gpu_remarks
 from isobatch.launch.doctor.probes import Check, Probe, broken, ok, ok_if, try_out, warning
@@ -31,7 +30,7 @@ GB = 10**9
 FULL_BYTES, SCARCE_BYTES, SMALLEST_SHM = GB // 2, 5 * GB, GB
 PIP = f"{sys.executable} -m pip install" if find_spec("pip") else f"uv pip install --python {sys.executable}"
 NEW_TORCH = f"{PIP} --upgrade torch, with the --index-url that pytorch.org names for this machine"
-REMEDIES = tomllib.loads(Path(__file__).with_name("remedies.toml").read_text(encoding="utf-8"))
+REMEDIES = table_beside(__file__, "remedies")
 WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

@@ -25,7 +25,7 @@ from isobatch.core.measures import format_bytes
 from isobatch.core.number_ranges import Positive
 from isobatch.core.plan import Plan
 from isobatch.core.recipe import HOOK_CODE, Recipe
-from isobatch.core.terminal import doing, print_answer
+from isobatch.core.terminal import doing, print_answer, rendered
 from isobatch.engine import consent
 from isobatch.engine.forensics import receipt as receipts
 from isobatch.engine.runs.run_folder import RunFolder, runs_named
@@ -95,13 +95,12 @@ def receipt(words: Sequence[str]) -> int:
         signature.unlink(missing_ok=True)
     else:
         atomic_files.write_text(signature, signed)
-    steps = f"{sum(content['phases'].values()):,} steps, figures of {len(content['steps']):,} of them"
-    size, signs = format_bytes(len(text)), f", signed in {signature}" if signed else ""
-    said = f"{file}: {size}, recipe {content['recipe_hash']}, {steps}{signs}"
-    allowed = f"a loss may be {TOLERANCE[run.plan.invariance][0]:g} off in {run.plan.precision}"
-    how = f"whoever has the data checks it with ({allowed}): isobatch receipt check {file}"
+    shown: dict[str, Any] = {"file": file, "signature": signature, "signed": signed}
+    shown |= {"size": format_bytes(len(text)), "allowed": TOLERANCE[run.plan.invariance][0]}
+    page = Path(__file__).with_name("receipt.jinja")
+    said = rendered(page, content=content, precision=run.plan.precision, **shown)
     found = {"receipt": str(file), "signature": str(signature) if signed else None}
-    return print_answer(found, f"{said}\n{how}{' --signers FILE' if signed else ''}", options.json)
+    return print_answer(found, said, options.json)
 
 
 def receipt_of(run: RunFolder) -> Content:
@@ -124,11 +123,9 @@ def audit(words: Sequence[str]) -> int:
         raise UserError(f"receipt check: give one receipt, as in: receipt check {FILE}")
     file = runs_named(positional[0])[-1]
     found = audit_receipt(file / FILE if file.is_dir() else file, options)
-    lines = [f"  {problem}" for problem in found.problems]
-    lines += [f"checked: {'; '.join(found.checked) or 'nothing'}"]
-    lines += [f"not checked: {'; '.join(found.unknown)}"] if found.unknown else []
-    lines += [f"{file}: {'does NOT hold' if found.problems else 'holds'}"]
-    print_answer({"holds": not found.problems, **dataclasses.asdict(found)}, "\n".join(lines), options.json)
+    shown = dataclasses.asdict(found)
+    text = rendered(Path(__file__).with_name("audit.jinja"), file=file, **shown)
+    print_answer({"holds": not found.problems, **shown}, text, options.json)
     return FAILED if found.problems else DONE
 
 

@@ -11,7 +11,6 @@ import json
 import math
 import random
 import re
-import tomllib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
@@ -21,11 +20,12 @@ from typing import Any
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError, nearest_file
 from isobatch.core.flags import ON_WORDS, BareValue, Flag, convert, spelling, value_text
+from isobatch.core.package import table_beside
 from isobatch.core.recipe import HOOK_CODE, TASK_CODE, Recipe
 from isobatch.engine import consent
 from isobatch.engine.runs.run_folder import no_run, runs_named
 
-_TABLES = tomllib.loads(Path(__file__).with_name("other_tools.toml").read_text(encoding="utf-8"))
+_TABLES = table_beside(__file__, "other_tools")
 SYNONYMS: dict[str, str] = {word: ours for ours, words in _TABLES["names"].items() for word in words.split()}
 """Names in other tools -> our flag, which takes the same values."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -13,6 +12,7 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.extras import need
 from isobatch.core.measures import format_bytes, printable
+from isobatch.core.package import table_beside
 from isobatch.core.terminal import print_lines
 from isobatch.engine import consent
 from isobatch.engine.registry import workload_of
@@ -44,7 +44,7 @@ GPU_USE, MEMORY, DATA_WAIT = 90.0, 80.0, 10.0
 VALID = "valid"
 SHOWN_ANSWERS, SHOWN_CHARACTERS = 10, 600
 """Prompts whose answers are shown, and how much of each text."""
-MEANS: dict[str, list[str]] = tomllib.loads(Path(__file__).with_name("means.toml").read_text("utf-8"))
+MEANS: dict[str, list[str]] = table_beside(__file__, "means")
 """Figures without a target: their field, what they are called, and how they are written."""
 CURVES = (*MEANS, "data_seconds", "memory_bytes", "gpu_utilisation")
 """Fields of metrics.jsonl that say how the machine was used."""

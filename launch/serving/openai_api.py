@@ -21,6 +21,7 @@ from starlette.routing import Route
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
+from isobatch.core.package import table_beside
 from isobatch.data.chat_formats import VALUES_COLUMN, parse_message_list, template_values
 from isobatch.launch.serving.app import application, error_body, read_body, refuse_unknown
 from isobatch.models.causal_lm.generation import Sampling
@@ -37,14 +38,8 @@ MAX_TOKENS, MAX_SEED = 1 << 20, (1 << 63) - 1
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256
 MAX_RENDERED = 1 << 25
 """Messages times characters, at least 64 of each: what stands before each answer is rendered anew."""
-CHANGES_NOTHING = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
-"""Fields about the caller; no answer depends on them."""
-ONLY: dict[str, tuple[Any, ...]] = {
-    **{"n": (1,), "best_of": (1,), "echo": (False,), "suffix": ("",), "logprobs": (False,)},
-    **{"top_logprobs": (0,), "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},)},
-    **{"tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False)},
-    **{"response_format": ({"type": "text"},), "modalities": (["text"],)},
-}
+_FIELDS = table_beside(__file__, "openai_fields")
+ONLY: dict[str, list[Any]] = _FIELDS["only"]
 """Fields of which only these values are supported."""
 
 
@@ -62,7 +57,7 @@ def _are_stops(value: Any) -> bool:
 
 
 FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(("model", "messages", "tools", *CHANGES_NOTHING), (lambda _: True, "")),
+    **dict.fromkeys(("model", "messages", "tools", *_FIELDS["changes_nothing"]), (lambda _: True, "")),
     VALUES_COLUMN: (lambda value: isinstance(value, dict), "must be an object"),
     **dict.fromkeys(("max_tokens", "max_completion_tokens"), _number(1, MAX_TOKENS, int)),
     "temperature": _number(0, 2, int, float),

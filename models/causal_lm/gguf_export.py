@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from isobatch.core.errors import ExportError, UserError, first_line, refuse
+from isobatch.core.package import table_beside
 from isobatch.models import lora
 from isobatch.models.causal_lm import gguf_vocabulary
 
@@ -35,7 +36,6 @@ NOT_WEIGHTS = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")
 """Buffers that old files hold."""
 TRANSPOSED = re.compile(r"\.c_(attn|proj|fc)\.weight$")
 """GPT-2's matrices."""
-TANH = ("gelu_pytorch_tanh", "gelu_new")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class GGUFFamily:
     """What llama.cpp calls models of a type, and how its numbers differ from transformers'."""
 
     arch: str
-    activation: tuple[str, ...] = ("silu",)
+    activation: Sequence[str] = ("silu",)
     """Names in the config of what llama.cpp computes."""
     pairs_neighbours: bool = False
     """Whether its rotary embedding turns neighbouring numbers of a head, not those of the two halves."""
@@ -53,16 +53,7 @@ class GGUFFamily:
     """One layer in so many sees all tokens, the others a window."""
 
 
-FAMILIES = {
-    "llama": GGUFFamily("llama", pairs_neighbours=True),
-    "mistral": GGUFFamily("llama", pairs_neighbours=True),
-    "qwen2": GGUFFamily("qwen2"),
-    "qwen3": GGUFFamily("qwen3"),
-    "gemma": GGUFFamily("gemma", (*TANH, "gelu"), norms_from_one=True),
-    "gemma2": GGUFFamily("gemma2", TANH, norms_from_one=True, full_every=2),
-    "gemma3_text": GGUFFamily("gemma3", TANH, norms_from_one=True, full_every=6),
-    "gpt2": GGUFFamily("gpt2", TANH),
-}
+FAMILIES = {kind: GGUFFamily(**row) for kind, row in table_beside(__file__, "gguf_families").items()}
 """model_type -> its family."""
 
 

@@ -13,23 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from isobatch.core.errors import UserError
+from isobatch.core.package import table_beside
 from isobatch.models.causal_lm.generation import end_ids
 
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-LLAMA3, QWEN2 = _WORDS + "{1,3}" + _REST, _WORDS + _REST
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_ANY = r"[^\r\n\p{L}\p{N}]?"
-TEKKEN = rf"{_ANY}{_UPPER}*{_LOWER}+|{_ANY}{_UPPER}+{_LOWER}*|\p{{N}}" + _REST.replace(r"\n]", r"\n/]", 1)
-PRE_TOKENIZERS = {
-    (("ByteLevel", True),): ("gpt-2", None),
-    (("Digits", True), ("ByteLevel", True)): ("smollm", None),
-    ((LLAMA3, "Isolated"), ("ByteLevel", False)): ("smaug-bpe", "llama-bpe"),
-    ((QWEN2, "Isolated"), ("ByteLevel", False)): ("qwen2", None),
-    ((TEKKEN, "Isolated"), ("ByteLevel", False)): (None, "tekken"),
-}
-"""How words are split -> llama.cpp's names for it: without and with `ignore_merges`, where words that are
-tokens are not put together by merges. None where it has no name."""
+_SPLITS = table_beside(__file__, "gguf_splits")["splits"]
+PRE_TOKENIZERS = {tuple(map(tuple, row["steps"])): row["names"] for row in _SPLITS}
+"""How words are split -> llama.cpp's names for it: without and with `ignore_merges`; empty without one."""
 SPACE = "\u2581"
 """What SentencePiece writes for a space."""
 REPLACED = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
@@ -94,9 +83,9 @@ def _pre_tokenizer(parts: Mapping[str, Any], place: str) -> str:
             steps.append((step["pattern"].get("Regex"), step["behavior"]))
         else:
             steps.append((kind, step.get("use_regex", step.get("individual_digits"))))
-    name = PRE_TOKENIZERS.get(tuple(steps), (None, None))[bool(parts["model"].get("ignore_merges"))]
+    name = PRE_TOKENIZERS.get(tuple(steps), ("", ""))[bool(parts["model"].get("ignore_merges"))]
     # NFC changes only texts that are not in that form, and llama.cpp never does.
-    if name is None or parts["model"]["type"] != "BPE" or parts["normalizer"] not in (None, {"type": "NFC"}):
+    if not name or parts["model"]["type"] != "BPE" or parts["normalizer"] not in (None, {"type": "NFC"}):
         raise _unknown(place, f"{parts['model']['type']}, {parts['normalizer']}, {steps}")
     return name
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from isobatch.core.package import table_beside
 from isobatch.models import hub
 from isobatch.models.base import ModelSize
 from isobatch.models.head_chunks import CHUNK_BYTES
@@ -27,11 +28,7 @@ class Preset(dict[str, int]):
         return {"model_type": "gpt2", "vocab_size": vocabulary, "n_positions": context, **self}
 
 
-PRESETS = {
-    "tiny": Preset(n_layer=2, n_embd=128, n_head=4),
-    "small": Preset(n_layer=4, n_embd=128, n_head=4),
-    "gpt2-124m": Preset(n_layer=12, n_embd=768, n_head=12, n_positions=1024),
-}
+PRESETS = {name: Preset(sizes) for name, sizes in table_beside(__file__, "situations")["presets"].items()}
 
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
 LINEAR_HEAD_TYPES = ("gpt2", *LLAMA_LIKE, "opt", "bloom", "gpt_neox")

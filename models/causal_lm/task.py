@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from isobatch.core.errors import UserError
 from isobatch.core.extras import need
 from isobatch.core.number_ranges import AboveZero, Count, Positive, Share
+from isobatch.core.package import table_beside
 from isobatch.models import hub, lora, saving
 from isobatch.models.base import Batch, Loss, ModelSize, Rows, StepContext, Sum, Task, Teacher
 from isobatch.models.causal_lm import (
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from isobatch.core.recipe import Recipe
     from isobatch.models.causal_lm.answers import HeldOutPrompt
 
+SITUATIONS = table_beside(__file__, "situations")
 MAX_LENGTH_WITH_ATTENTION_DROPOUT = 512
 """Above this length attention dropout is 0: keyed noise rules out the fused attention kernel."""
 FINETUNING_LR, ADAPTER_LR = 5e-5, 2e-4
@@ -97,16 +99,7 @@ class CausalLM(Task):
     streamed: ClassVar = "data.streaming.text:StreamedText"
     follow_ups: ClassVar = ('chat {run} "Hello"', "export {run} --to gguf", "verify {run}")
     exports: ClassVar = ("merged", "adapter", "gguf", "gguf-f32", "gguf-bf16", "gguf-q8_0", "gguf-adapter")
-    defaults: ClassVar = {
-        "model": "small",
-        "max_length": 256,
-        "weight_decay": 0.1,
-        "warmup": "10%",
-        "schedule": "cosine",
-    }
-    fast: ClassVar = {"max_length": 128, "train_fraction": 0.25, "eval_fraction": 0.25, "min_delta": 0.01}
-    """`min_delta` in nats: a perplexity that is 1 % lower."""
-    demo: ClassVar = {"model": "tiny", "max_length": 128, "batch_size": 16, "lr": 3e-3}
+    defaults, fast, demo = (SITUATIONS[kind] for kind in ("defaults", "fast", "demo"))
 
     def __init__(self, recipe: Recipe, options: Any) -> None:
         super().__init__(recipe, options)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from isobatch.core import number_ranges
 from isobatch.core.errors import UserError
+from isobatch.core.package import table_beside
 from isobatch.core.recipe import DEMO, Recipe
 from isobatch.models import hub, saving
 from isobatch.models.base import Batch, Loss, ModelSize, Rows, StepContext, Sum, Task
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from isobatch.core.facts import Facts
     from isobatch.models.protocols import Batches
 
-SITUATIONS = tomllib.loads(Path(__file__).with_name("situations.toml").read_text(encoding="utf-8"))
+SITUATIONS = table_beside(__file__, "situations")
 """Workload -> situation -> values of the recipe."""
 PRESETS: Mapping[str, Mapping[str, Any]] = SITUATIONS["presets"]
 """Sizes of BERTs to train from scratch."""
@@ -282,7 +282,8 @@ class Classifier(Task):
             usage=usage_lines(
                 __file__,
                 head=problem.head,
-                answer=problem.usage,
+                problem=problem.name,
+                file=calibration.FILE,
                 code=", trust_remote_code=True" if pruned else "",
                 text=evaluation.example_texts(facts),
                 length=self.recipe.max_length,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isobatch.core.errors import UserError
+from isobatch.core.package import table_beside
 from isobatch.models import hub
 from isobatch.models.activations import fuse_gelu
 from isobatch.models.encoder.last_layer import compute_first_alone
@@ -30,7 +30,7 @@ class Family(NamedTuple):
     ups: int = 1
 
 
-_TABLES = tomllib.loads(Path(__file__).with_name("families.toml").read_text(encoding="utf-8"))
+_TABLES = table_beside(__file__, "families")
 FAMILIES = {kind: Family(**values) for kind, values in _TABLES["family"].items()}
 """By model type."""
 UNTRACEABLE = _TABLES["untraceable"].split()

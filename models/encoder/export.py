@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from isobatch.core.errors import ExportError
+from isobatch.core.package import table_beside
 from isobatch.models.encoder import evaluation, problems
 from isobatch.models.encoder.calibration import FILE as CALIBRATION_FILE
 from isobatch.models.encoder.calibration import Calibration
@@ -28,7 +28,7 @@ LOGIT_TOLERANCE = 1e-3
 """Largest allowed difference of a logit."""
 TIE_TOLERANCE = 1e-2
 """How far from the middle between two levels a value may be, in levels, and still round either way."""
-ONNX_FORMS = tomllib.loads(Path(__file__).with_name("onnx_forms.toml").read_text(encoding="utf-8"))
+ONNX_FORMS = table_beside(__file__, "onnx_forms")
 ONNX_FILES = {form: file for form, (file, _) in ONNX_FORMS.items()}
 """Form of a model -> the file in its folder."""
 SIDE_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", CALIBRATION_FILE)

@@ -18,7 +18,7 @@ import numpy as np
 from isobatch.core.errors import refuse
 from isobatch.models.base import Batch, Loss, Rows, Sum
 from isobatch.models.encoder import class_metrics
-from isobatch.models.encoder.calibration import FILE, Calibration
+from isobatch.models.encoder.calibration import Calibration
 from isobatch.models.encoder.class_metrics import Predictions, softmax
 from isobatch.models.protocols import ReportRow, ReportTable
 
@@ -86,8 +86,6 @@ class Problem(ABC):
     """The hub's name."""
     description: ClassVar[str]
     """Of the model card; {labels} are their names, {count} how many."""
-    usage: ClassVar[str]
-    """Of the model card: what to do with `logits`, of one text, in Python."""
     is_score: ClassVar[bool] = False
     per_token: ClassVar[bool] = False
     """Whether logits and labels are (B, T, ...)."""
@@ -236,7 +234,6 @@ class Classes(OneOfSeveral):
 
     name = "classes"
     description = "Tells {count} classes apart: {labels}."
-    usage = "print(model.config.id2label[int(logits.argmax())])"
     headline = title = "accuracy"
     choices = ("f1", "f1_macro", "mcc")
     test, test_name = "McNemar's exact test", "mcnemar_p"
@@ -370,11 +367,6 @@ class MultiLabel(Counted):
     name = "multi-label"
     problem_type = "multi_label_classification"
     description = "Says which of {count} labels a text has: {labels}."
-    usage = f"""\
-from safetensors.torch import load_file
-
-is_answer = logits.sigmoid() >= load_file("{FILE}").get("thresholds", 0.5)
-print([model.config.id2label[n] for n in is_answer.nonzero().flatten().tolist()])"""
     title = "micro F1"
     choices = ("f1_macro", "subset_accuracy")
     absent = has_thresholds = True
@@ -458,7 +450,6 @@ class Regression(Problem):
     name = "regression"
     problem_type = "regression"
     description = "Gives a text a score: {labels}."
-    usage = "print(float(logits))"
     is_score = True
     headline = "spearman"
     title = "Spearman's correlation"
@@ -512,7 +503,6 @@ class Entities(OneOfSeveral, Counted):
     name = "tokens"
     head, pipeline = "TokenClassification", "token-classification"
     description = "Finds entities of {count} tags: {labels}."
-    usage = "print([model.config.id2label[int(n)] for n in logits.argmax(-1)])"
     per_token = True
     unit = "word"
     title = "entity F1"

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from isobatch.core.facts import Facts
 
 RUNTIMES = {"torch": "torch", "onnx": "onnxruntime"}
+AHEAD, AGAINST = (Path(__file__).with_name(f"{name}.jinja") for name in ("ahead", "against"))
 COLUMNS = (
     "model", "accuracy, % (95 %)", "file", "ms, 1 text", "speed (95 %)",
     "points against the first (95 %, p)", "parameters", "texts/s", "memory",
@@ -164,20 +165,13 @@ def _problem(row: ReportRow) -> Problem:
 
 def _who_is_ahead(rows: list[ReportRow]) -> str:
     """The best model of the first one's data beside the simple ones, and whether the better is so clearly."""
-    name, title = _problem(rows[0]).headline, _problem(rows[0]).title
+    name = _problem(rows[0]).headline
     scores = [[one["score"] for one in row["baselines"]] for row in rows]
     alike = (row for row, found in zip(rows, scores, strict=True) if found == scores[0])
     best = max(alike, key=lambda row: row[name])
     rival = max(best["baselines"], key=lambda one: one["score"])
-    mine = f"{best['run']}, {best['form']}"
-    first, second = (rival["name"], mine) if rival["verdict"] == "worse" else (mine, rival["name"])
-    said = f"{first} is ahead of {second}"
-    if rival["verdict"] == NOISE:
-        said = f"{mine} is {NOISE} of {rival['name']}"
-    others = [f"{one['name']} {100 * one['score']:.1f} % {_points(one)}" for one in best["baselines"]]
-    where = f"on {best['samples']:,} {best['split']} samples"
-    whole = f"{said} {where}: {title} {100 * best[name]:.1f} %; {'; '.join(reversed(others))}."
-    return whole if others[1:] else f"{whole} {simple.UNCOMPARED}"
+    shown = {"uncompared": simple.UNCOMPARED, "noise": NOISE, "points": _points}
+    return rendered(AHEAD, best=best, rival=rival, problem=_problem(best), **shown)
 
 
 def _points(one: dict[str, Any]) -> str:
@@ -188,24 +182,7 @@ def _points(one: dict[str, Any]) -> str:
 
 def _worth_against(row: ReportRow, first: ReportRow, alike: ReportRow) -> str:
     """Accuracy and file against the first model, speed against `alike`, the first in the same runtime."""
-    smaller, runtime = first["file_bytes"] / row["file_bytes"], RUNTIMES[row["runtime"]]
-    size = f"{smaller:.1f} times smaller" if smaller >= 1 else f"{1 / smaller:.1f} times larger"
-    name, title = _problem(row).headline, _problem(row).title
-    figure = f"{100 * row[name]:.1f} %"
-    if _problem(first).headline == name:
-        figure += f" against {100 * first[name]:.1f} %"
-    verdict = row[f"{name}_verdict"]
-    if verdict == NOISE:  # no difference found is not equality
-        points = max(0.0, -100 * row[f"{name}_difference_ci95"][1])
-        verdict += f": at most {points:.1f} points worse, with 97.5 % confidence"
-    if alike is row:  # nothing else was measured in its runtime, which may be what makes it fast
-        other = f"{first['batch_1']['p50']:.2f} in {RUNTIMES[first['runtime']]}"
-        speed = f"{row['batch_1']['p50']:.2f} ms a text in {runtime}, {other}"
-    else:
-        low, high = row["speedup_ci95"]
-        noise = f", which is {NOISE}" if row["speed_verdict"] == NOISE else ""
-        speed = f"{row['speedup']:.1f} times the speed in {runtime} ({low:.1f} to {high:.1f}){noise}"
-    return (
-        f"{row['run']}, {row['form']}, against {first['run']}: {row['split']} {title} {figure}"
-        f" ({verdict}); a file of {format_bytes(row['file_bytes'])}, {size}; {speed}."
-    )
+    problem, shown = _problem(row), {"noise": NOISE, "runtimes": RUNTIMES, "size": format_bytes}
+    same_figure = _problem(first).headline == problem.headline
+    rows = {"row": row, "first": first, "alike": alike}
+    return rendered(AGAINST, problem=problem, same_figure=same_figure, **rows, **shown)

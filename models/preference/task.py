@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from isobatch.core.errors import refuse
 from isobatch.core.number_ranges import AboveZero
+from isobatch.core.package import table_beside
 from isobatch.models import hub
 from isobatch.models.base import Batch, Loss, ModelSize, Rows, StepContext, Sum, Task, Teacher
 from isobatch.models.causal_lm.model_sizes import PRESETS
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
     Measured = tuple[dict[str, Loss], Tensor]
 
+SITUATIONS = table_beside(__file__, "situations")
 TIE = 1e-4
 """Rewards that differ by no more may differ by rounding alone: such a pair counts as half right."""
 REFERENCE_TOKENS = 16384
@@ -54,18 +56,9 @@ class PassedOn:
 class OnLanguageModel(Task):
     """A task whose network is a causal language model, or made from one."""
 
-    defaults: ClassVar = {
-        "model": "openai-community/gpt2",
-        "max_length": 512,
-        "lr": 1e-6,
-        "weight_decay": 0.0,
-        "warmup": "10%",
-        "dropout": 0.0,
-    }
+    defaults, fast, demo = (SITUATIONS[kind] for kind in ("defaults", "fast", "demo"))
     adapter_lr: ClassVar = 1e-5
     """The rate of an adapter: ten times the model's."""
-    fast: ClassVar = {"max_length": 256, "train_fraction": 0.25, "eval_fraction": 0.25, "min_delta": 0.005}
-    demo: ClassVar = {"model": "tiny", "max_length": 128, "batch_size": 16, "lr": 3e-4, "epochs": 2}
 
     def __init__(self, recipe: Recipe, options: Any) -> None:
         super().__init__(recipe, options)

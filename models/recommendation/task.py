@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from isobatch.core.errors import UserError, refuse
 from isobatch.core.number_ranges import Positive, Probability
+from isobatch.core.package import table_beside
 from isobatch.core.recipe import Recipe
 from isobatch.models import hub
 from isobatch.models.base import Batch, Loss, ModelSize, Phase, Rows, StepContext, Sum, Task
@@ -40,9 +40,7 @@ if TYPE_CHECKING:
     from isobatch.core.facts import Facts
     from isobatch.models.protocols import Batches
 
-SITUATIONS: dict[str, Any] = tomllib.loads(
-    Path(__file__).with_name("situations.toml").read_text(encoding="utf-8")
-)
+SITUATIONS = table_beside(__file__, "situations")
 TRAINABLE_PARTS = ("projection", "fusion", "mlp", "ids")
 """What --trainable can name: the parts of the network that train besides the encoder."""
 LORA_BLOCKS = 4

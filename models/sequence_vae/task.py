@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from isobatch.core.errors import refuse
 from isobatch.core.number_ranges import Fraction, Positive, Probability, Rate
+from isobatch.core.package import table_beside
 from isobatch.models import hub
 from isobatch.models.base import Batch, Change, Loss, ModelSize, Phase, Rows, StepContext, Sum, Task
 from isobatch.models.head_chunks import CHUNK_BYTES
@@ -36,7 +37,7 @@ EVALUATED_POSTERIORS = 4096
 """Held-out samples among which mutual information is measured."""
 SHOWN_TOKENS = 40
 """Most tokens of the sequences that are shown at the end of a run."""
-FAST = {"monitor": "fast", "precision": "16-mixed"}
+SITUATIONS = table_beside(__file__, "situations")
 
 
 class MonitorPace(NamedTuple):
@@ -127,36 +128,7 @@ class SequenceVAE(Task):
     data: ClassVar = "data.sequences:Sequences"
     forms: ClassVar = ("torch",)
     follow_ups: ClassVar = ("vae sample {run}", 'vae interpolate {run} "a" "b"', "report {run}")
-    defaults: ClassVar = {
-        "batch_size": 32,
-        "max_length": 128,
-        "lr": 1e-3,
-        "weight_decay": 0.0,
-        "clip": 5.0,
-        "epochs": [10],
-    }
-    fast: ClassVar = {"train_fraction": 0.3, "eval_fraction": 0.1, "min_delta": 0.01, "monitor": "fast"}
-    presets: ClassVar = {
-        "recommended": {"batch_size": 4, "max_length": 1000, **FAST},
-        "max-speed": {"batch_size": 4, "max_length": 1000, **FAST, "monitor": "off", "compile": "on"},
-        "low-memory": {"batch_size": 2, "max_length": 500, **FAST},
-        "debug": {
-            "batch_size": 1,
-            "max_length": 100,
-            "steps": [50],
-            **FAST,
-            "precision": "fp32",
-            "workers": 2,
-        },
-    }
-    demo: ClassVar = {
-        "hidden": 128,
-        "latent": 16,
-        "max_length": 48,
-        "epochs": [2],
-        "free_bits": 4.0,
-        "lr": 3e-3,
-    }
+    defaults, fast, demo, presets = (SITUATIONS[kind] for kind in ("defaults", "fast", "demo", "presets"))
 
     def __init__(self, recipe: Recipe, options: Any) -> None:
         super().__init__(recipe, options)

@@ -287,9 +287,8 @@ def test_the_slurm_jobs_are_printed(examples: Path) -> None:
 
 THIRD_PLACE = (
     "import sys\n"
-    "from isobatch.engine.registry import TASKS\n"
-    "from isobatch.models.workloads import Workload\n"
-    "TASKS['line'] = Workload('line', 'tests.tasks.failing:Line', 'fit a line')\n"
+    "from isobatch.engine.registry import TASKS, Workload\n"
+    "TASKS['line'] = Workload('tests.tasks.failing:Line', 'fit a line')\n"
     "from isobatch.launch.cli import main\n"
     "sys.exit(main(sys.argv[1:]))\n"
 )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from isobatch.engine.loading.prepare import prepare
 from isobatch.engine.registry import workload
-from isobatch.launch.forensics.diff import changed_rows, data_words
+from isobatch.launch.forensics.diff import changed_rows, verdict_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,5 +41,8 @@ def test_a_changed_word_is_found_though_the_tokenizer_changes(tmp_path: Path) ->
     plain = rows_of(tmp_path / "plain", TEXTS)
     found = changed_rows(plain, rows_of(tmp_path / "other", changed(TEXTS, row37="a zebra zebra film")))
     assert found == {"changed": [37], "changed_rows": 1, "tokenizers_differ": True}
-    said = data_words({**found, "rows": [60, 60]})
+    log = {"kind": "drift", "figure": "loss", "step": 0, "phase": "train", "values": [0.0, 0.0]}
+    none: dict[str, Any] = {"recipe": {}, "plan": {}, "versions": {}}
+    samples = {**found, "rows": [60, 60]}
+    said, _ = verdict_of({"log": log, "samples": samples, "data_differs": True, **none})
     assert said == "the tokenizers differ, and with them all tokens; the text changed at sample 37"

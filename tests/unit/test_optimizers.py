@@ -11,9 +11,8 @@ from torch import nn
 from isobatch.core.flags import flags_of
 from isobatch.core.optimizers import OPTIMIZERS, OWN
 from isobatch.core.recipe import Recipe
-from isobatch.engine.registry import workload
+from isobatch.engine.registry import TASKS, workload
 from isobatch.models.capabilities import ScalesRates
-from isobatch.models.workloads import list_workloads
 from isobatch.tests.unit.helpers import optimizer_of
 
 ADAM: dict[str, Any] = {"adam_beta1": 0.8, "adam_beta2": 0.95, "adam_eps": 1e-3}
@@ -81,7 +80,7 @@ def test_every_optimizer_takes_betas_or_says_that_it_does_not(
     assert OPTIMIZERS[name].takes_betas == ("adamw" in name or name in (OWN, "muon"))
 
 
-@pytest.mark.parametrize("task", [n for n in list_workloads() if "lora_plus" in workload(n).option_flags()])
+@pytest.mark.parametrize("task", [n for n in TASKS if "lora_plus" in workload(n).option_flags()])
 def test_a_second_matrix_learns_at_its_own_rate_in_every_task_with_the_flag(task: str) -> None:
     made, _ = workload(task).make(Recipe(task=task, options={"adapter": "lora", "lora_plus": 16.0}))
     assert isinstance(made, ScalesRates)

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
+from isobatch.core.package import table_beside
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.clusters.cluster import JobState
 from isobatch.launch.clusters.slurm.options import parse_time_limit
@@ -24,11 +25,8 @@ NO_ANSWER = "Unable to contact slurm controller"
 """What Slurm's commands say while slurmctld is away."""
 LATE = "no answer within"
 """What is said of one that exceeds its time limit."""
-FINISHED_STATES = (
-    "COMPLETED FAILED CANCELLED TIMEOUT NODE_FAIL OUT_OF_MEMORY BOOT_FAIL DEADLINE PREEMPTED REVOKED"
-)
-RUNNING_STATES = "RUNNING SUSPENDED COMPLETING STOPPED SIGNALING RESIZING STAGE_OUT"
-"""States of a job whose script has begun. One that is neither here nor finished waits to begin."""
+STATES: dict[str, str] = table_beside(__file__, "slurm_words")["states"]
+"""Of jobs and nodes, by what they mean."""
 FIELDS = "JobArrayID:40,State:24,RestartCnt:12,Reason:120"
 
 
@@ -72,7 +70,7 @@ def job_states(jobs: Sequence[str]) -> dict[str, JobState]:
 
 
 def _state(job: str, state: str, restarts: str, reason: str = "") -> JobState:
-    over, begun = state in FINISHED_STATES.split(), state in RUNNING_STATES.split()
+    over, begun = (state in STATES[what].split() for what in ("finished", "begun"))
     # Why a job waited stays with one that was cancelled.
     said = "" if reason.strip() == "None" or state in ("CANCELLED", "COMPLETED") else reason.strip()
     return JobState(
@@ -106,10 +104,6 @@ def last_job_of(run: RunFolder) -> str:
         job = str(job_record(run).get("job", ""))
         return job if re.fullmatch(r"\d+(_\d+)?", job) else ""
     return ""
-
-
-UNUSABLE_STATES = ("DOWN", "FAIL", "DRAIN", "NOT_RESPONDING", "UNKNOWN", "POWER", "REBOOT", "MAINT")
-"""Words in a node's state under which no new step can run there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,7 +155,7 @@ def hostnames(nodes: str) -> tuple[str, ...]:
 def is_usable(state: str) -> bool:
     """Whether a step can run on a node in this state of sinfo."""
     # A star is Slurm's mark for a node that does not answer; a draining one still serves its jobs.
-    is_away = "*" in state or any(word in state.upper() for word in UNUSABLE_STATES)
+    is_away = "*" in state or any(word in state.upper() for word in STATES["unusable"].split())
     return state.upper() == "DRAINING" or not is_away
 
 

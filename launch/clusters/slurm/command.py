@@ -25,7 +25,7 @@ from isobatch.core.errors import DONE, UserError
 from isobatch.core.flags import options_to_dict
 from isobatch.core.measures import counted, format_duration
 from isobatch.core.package import ROOT, own_command
-from isobatch.core.terminal import print_lines
+from isobatch.core.terminal import print_lines, rendered
 from isobatch.engine.machine.detect import detect
 from isobatch.engine.machine.hardware import parse_hardware
 from isobatch.engine.planning.comparison import short_duration, six_lines
@@ -225,16 +225,9 @@ def _hand_in(
     if options.json:
         print(atomic_files.json_text({"job": number, "script": text, "path": str(path), "runs": folders}))
         return
-    trained = ", ".join(folders)
-    said = f"nothing is made: the script makes {trained} as it begins, --submit does now"
-    if options.assume_length:
-        said = "nothing is made: leave --assume-length out for a script that trains"
-    elif number:
-        said = f"job {number} trains {trained}; `runs` shows how it stands"
-    elif options.make:
-        said = f"made {trained}: sbatch {path} trains them"
+    said, trained = Path(__file__).with_name("handed_in.jinja"), ", ".join(folders)
     print(number or (path if options.make else text.rstrip("\n")))
-    print_lines(said)
+    print_lines(rendered(said, trained=trained, number=number, path=path, options=options))
 
 
 def _script(

@@ -14,18 +14,13 @@ from pathlib import Path
 from isobatch.core.errors import UserError, nearest_file
 from isobatch.core.measures import parse_duration
 from isobatch.core.number_ranges import Count, Positive, Trials
+from isobatch.core.package import table_beside
 from isobatch.core.strategies import traits_of
 from isobatch.launch.local.arguments import Request
 from isobatch.launch.local.placement import memory_bytes, on_device, processes_each
 from isobatch.launch.local.run_setup import PlannedOptions
 
-SIZE = "nodes ntasks ntasks-per-node cpus-per-task gpus-per-node gpus-per-task output"
-RESERVED = {
-    "--sbatch": f"""{SIZE} array dependency job-name wrap open-mode chdir no-requeue signal parsable
-        test-only wait""",
-    "--srun": f"""{SIZE} nodelist jobid overlap exclusive export kill-on-bad-exit het-group error input pty
-        unbuffered container container-image container-workdir""",
-}
+RESERVED: dict[str, str] = table_beside(__file__, "slurm_words")["reserved"]
 """Options of sbatch that the script sets, or that are flags of `slurm`; of srun that each step sets."""
 TAKEN_OVER = ("time", "partition", "account", "qos", "constraint", "mem")
 """Flags that are sbatch's own."""
