@@ -34,6 +34,8 @@ PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{n:02X}>" for n in range(256))]
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 SHAPE |= {"num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2}
 GEMMA = {**SHAPE, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 16}
+REGEX = {name: steps[0][0] for steps, names in vocabulary.PRE_TOKENIZERS.items() for name in names}
+"""llama.cpp's name -> how it splits words."""
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0}
 LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 
@@ -79,16 +81,16 @@ FAMILIES: dict[str, Callable[[], tuple[Any, Tokenizer]]] = {
     "llama 2": lambda: (hf.LlamaConfig(**SHAPE), sentence_pieces(True)),
     "llama 3": lambda: (
         hf.LlamaConfig(**SHAPE, attention_bias=True, rope_parameters=LLAMA3),
-        begun(byte_level(vocabulary.LLAMA3, ignore_merges=True)),
+        begun(byte_level(REGEX["llama-bpe"], ignore_merges=True)),
     ),
     "smollm": lambda: (
         hf.LlamaConfig(**SHAPE, tie_word_embeddings=True),
         byte_level(first=pre_tokenizers.Digits(individual_digits=True)),
     ),
     "mistral": lambda: (hf.MistralConfig(**SHAPE, sliding_window=None), sentence_pieces(True)),
-    "nemo": lambda: (hf.MistralConfig(**SHAPE, head_dim=32), byte_level(vocabulary.TEKKEN, True)),
-    "qwen2": lambda: (hf.Qwen2Config(**SHAPE, tie_word_embeddings=True), byte_level(vocabulary.QWEN2)),
-    "qwen3": lambda: (hf.Qwen3Config(**SHAPE, head_dim=32), byte_level(vocabulary.QWEN2)),
+    "nemo": lambda: (hf.MistralConfig(**SHAPE, head_dim=32), byte_level(REGEX["tekken"], True)),
+    "qwen2": lambda: (hf.Qwen2Config(**SHAPE, tie_word_embeddings=True), byte_level(REGEX["qwen2"])),
+    "qwen3": lambda: (hf.Qwen3Config(**SHAPE, head_dim=32), byte_level(REGEX["qwen2"])),
     "gemma": lambda: (hf.GemmaConfig(**SHAPE, head_dim=16), sentence_pieces(False)),
     "gemma2": lambda: (hf.Gemma2Config(**GEMMA), sentence_pieces(False)),
     "gemma3": lambda: (hf.Gemma3TextConfig(**GEMMA | {"num_hidden_layers": 6}), sentence_pieces(False)),
@@ -196,7 +198,7 @@ def test_what_llama_cpp_computes_otherwise_is_refused(
     assert not (tmp_path / "x.gguf").exists()
 
 
-@pytest.mark.parametrize("regex", [r"\p{L}+", vocabulary.QWEN2.replace(r"\p{N}", r"\p{N}{1,2}")])
+@pytest.mark.parametrize("regex", [r"\p{L}+", REGEX["qwen2"].replace(r"\p{N}", r"\p{N}{1,2}")])
 def test_a_tokenizer_that_llama_cpp_does_not_know_is_refused(regex: str, tmp_path: Path) -> None:
     saved("qwen2", tmp_path, vocab_size=600)
     hf.PreTrainedTokenizerFast(tokenizer_object=byte_level(regex)).save_pretrained(tmp_path)
