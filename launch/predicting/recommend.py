@@ -143,7 +143,7 @@ def recommend(words: Sequence[str]) -> int:
     if options.out is not None:  # before the lists are read
         tables.check_out(options.out, None)
     lists = task.open_lists(run.final, options.by)
-    names = [f"{name}_column" for name in ("user", "item", "time")]
+    names = [f"{name}_column" for name in ("user", "item", "time", "order")]
     columns = [getattr(options, name, None) or run.recipe.options.get(name) for name in names]
     remarks = restrict(lists, options, columns[1])
     if not options.json:  # which has it inside
@@ -155,11 +155,11 @@ def answer(
     lists: Recommendations,
     options: RecommendOptions,
     remarks: list[str],
-    columns: Columns = (None, None, None),
+    columns: Columns = (None,) * 4,
 ) -> int:
     """Write or print the lists that are asked for; `remarks` are said with them, and not before an error.
 
-    `columns` of users, items and times that files have, in place of the usual ones.
+    `columns` of users, items, times and orders that files have, in place of the usual ones.
     """
     answers = _lists(lists, options, remarks, columns)
     if options.out is not None:
@@ -221,32 +221,48 @@ def _by_items(lists: Recommendations, asked: dict[str, Any], taken: Sequence[str
 def _read_guests(
     lists: Recommendations, file: str, columns: Columns, remarks: list[str]
 ) -> dict[str, dict[str, float]]:
-    """User -> the known items of theirs in time -> quantity. A list without a user goes by its row's number.
+    """User -> the known items of theirs in time -> quantity, without what came back whole. Where a row has
+    no user its order is one; a list without goes by its row's number.
 
     Rows without times are in time already.
     """
     guests: dict[str, dict[str, float]] = {}
-    unknown: list[str] = []
+    unknown, returns, nameless = list[str](), list[str](), list[str]()
     rows = sorted(
         enumerate(tables.read_table(file, "--guests", columns), 1),
         key=lambda row: _when(row[1][1].get(_column(row[1][1], columns[2], "time") or "")),
     )
     for number, (where, row) in rows:
         user, item = _column(row, columns[0], "user"), _column(row, columns[1], "item")
+        order = _column(row, columns[3], "order")
+        nameless += [f"{user or 'user'}: their {order} is the guest"] * bool(order and not _cell(row, user))
+        whose = _cell(row, user) or _cell(row, order)
         if (given := row.get(tables.ITEMS_COLUMN)) is None:
-            for column, usual in ((user, "user_id"), (item, "item_id")):
+            for column, usual in ((user or order, "user_id"), (item, "item_id")):
                 readers.require_name(column or usual, [*row], where, otherwise=GUEST_COLUMNS)
             given = [row[str(item)]]
+            if not whose:
+                raise UserError(
+                    f"{where}: has no {user}: --user-column ORDER takes another column for guests"
+                )
         quantity = usual_column("quantity", row)
         (amount,) = delimited.numbers([row[quantity] if quantity else 1])
-        if not isinstance(amount, float) or not 0 < amount < float("inf"):
-            raise UserError(f"{where}: {quantity} {row[str(quantity)]}: is not above 0: leave the row out")
-        taken = guests.setdefault(str(row[user] if user else number), {})
+        if not isinstance(amount, float) or not abs(amount) < float("inf"):
+            raise UserError(f"{where}: {quantity} {row[str(quantity)]}: is not a number: leave the row out")
+        returns += [f"returns ({quantity} 0 or less): what came back whole is left out"] * (amount <= 0)
+        taken = guests.setdefault(whose or str(number), {})
         for name in lists.split_items(given) if isinstance(given, str) else map(str, given):
-            if lists.knows_item(name):  # without a quantity an item counts once
+            if not lists.knows_item(name):
+                unknown.append(name)
+            elif amount > 0:  # without a quantity an item counts once
                 taken[name] = taken.pop(name, 0.0) * bool(quantity) + amount  # its last place counts
             else:
-                unknown.append(name)
+                taken[name] = taken.get(name, 0.0) + amount
+    for said, found in (("have no", nameless), ("are", returns)):
+        remarks += [f"--guests: {len(found):,} of {len(rows):,} rows {said} {found[0]}"] if found else []
+    guests = {
+        user: {n: amount for n, amount in taken.items() if amount > 0} for user, taken in guests.items()
+    }
     remarks += _unknown(lists, "--guests", unknown)
     if empty := sum(not taken for taken in guests.values()):
         remarks.append(f"--guests: {empty:,} of {len(guests):,} users have {NOTHING_KNOWN}")
@@ -256,6 +272,12 @@ def _read_guests(
 def _column(row: Mapping[str, Any], given: str | None, kind: str) -> str | None:
     """The column of a row that is its user, item or time; None for none."""
     return given if given in row else usual_column(kind, row)
+
+
+def _cell(row: Mapping[str, Any], column: str | None) -> str:
+    """What the row has in a column; "" for nothing."""
+    value = row[column] if column else None
+    return "" if value is None or value != value else str(value).strip()
 
 
 def _when(cell: Any) -> tuple[float, str]:

@@ -172,8 +172,8 @@ def test_guests_have_the_lists_of_what_they_took_and_quantities_weigh_it(
     weights = np.array([9.0, 1.0])
     more, even = (lists.new_user(np.array([1, 20]), w) @ lists.arrays["items"][1] for w in (weights, None))
     assert more > even
-    with pytest.raises(UserError, match=r"d.csv line 2: quantity -1: is not above 0: leave the row out"):
-        asked("d.csv", "user,item,quantity\ng,i1,-1\n")
+    with pytest.raises(UserError, match=r"d.csv line 2: quantity many: is not a number: leave the row out"):
+        asked("d.csv", "user,item,quantity\ng,i1,many\n")
     for columns in ("Gast,item", "user,thing", "u,i"):
         with pytest.raises(UserError, match=r"has no column .*a user and an item .*--user-column and"):
             asked("e.csv", f"{columns}\ng,i1\n")
@@ -202,8 +202,55 @@ def test_what_guests_took_is_in_time(
 ) -> None:
     """Each row has columns of its own; an item that repeats counts where it is last."""
     (tmp_path / name).write_text(text)
-    guests = recommend._read_guests(write_model(tmp_path), str(tmp_path / name), (None,) * 3, [])  # noqa: SLF001
+    guests = recommend._read_guests(write_model(tmp_path), str(tmp_path / name), (None,) * 4, [])  # noqa: SLF001
     assert {user: [*items] for user, items in guests.items() if user != "h"} == found
+
+
+@pytest.mark.parametrize(
+    ("text", "found", "said"),
+    [
+        (
+            "user,order_id,item\n,7,i1\n,7,i2\n,8,i3\n",
+            {"7": {"i1": 1, "i2": 1}, "8": {"i3": 1}},
+            ["3 of 3 rows"],
+        ),
+        (
+            "Belegnr;item\n7;i1\n8;i3\n",
+            {"7": {"i1": 1}, "8": {"i3": 1}},
+            ["2 of 2 rows have no user: their Bel"],
+        ),
+        (
+            "user,order_id,item\ng,6,i1\n,7,i2\n",
+            {"g": {"i1": 1}, "7": {"i2": 1}},
+            ["1 of 2 rows have no user"],
+        ),
+        ("user,item\ng,i1\n,i2\n", None, []),
+        (
+            "user,item,Menge\ng,i1,2\ng,i2,3\ng,i1,-2\ng,i2,1-\n",
+            {"g": {"i2": 2}},
+            ["2 of 4 rows are returns (M"],
+        ),
+        (
+            "user,item,Menge\ng,i1,-4\nh,i1,1\n",
+            {"g": {}, "h": {"i1": 1}},
+            ["1 of 2 rows are", "1 of 2 users"],
+        ),
+    ],
+    ids=["orders", "no user", "some", "no order", "returns", "all returned"],
+)
+def test_rows_of_guests_are_read_as_those_of_training(
+    text: str, found: dict[str, dict[str, float]] | None, said: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "g.csv").write_text(text)
+    read, remarks = partial(recommend._read_guests, write_model(tmp_path), str(tmp_path / "g.csv")), []  # noqa: SLF001
+    if found is None:
+        with pytest.raises(UserError, match=r"line 3: has no user: --user-column"):
+            read((None,) * 4, remarks)
+        return
+    assert read((None,) * 4, remarks) == found
+    assert [
+        line.removeprefix("--guests: ")[: len(one)] for line, one in zip(remarks, said, strict=True)
+    ] == said
 
 
 def test_guests_of_whom_nothing_is_known_get_what_most_users_took(
