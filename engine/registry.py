@@ -26,7 +26,7 @@ from isobatch.models.capabilities import ChangesModel, LeavesUnread, MakesOptimi
 
 
 class Workload(NamedTuple):
-    """A workload that models/workloads.toml lists: listing them imports none."""
+    """A workload, as the workloads.toml of its folder in models/ lists it: listing them imports none."""
 
     task: str
     """The class, as `module:Class` within isobatch."""
@@ -34,9 +34,17 @@ class Workload(NamedTuple):
     """What it does in a line."""
 
 
-_LISTED = table_beside(str(ROOT / "models" / "workloads"))
-TASKS = {name: Workload(f"models.{task}", said) for name, (task, said) in _LISTED["tasks"].items()}
-CHAINS: dict[str, list[str]] = _LISTED["chains"]
+_LISTED = {
+    name: {"folder": file.parent.name, **row}
+    for file in (ROOT / "models").glob("*/workloads.toml")
+    for name, row in table_beside(str(file)).items()
+}
+TASKS = {
+    name: Workload(f"models.{row['folder']}.{row['class']}", row["summary"])
+    for name, row in sorted(_LISTED.items(), key=lambda one: one[1].get("place", 0))
+    if "class" in row
+}
+CHAINS: dict[str, list[str]] = {name: row["stages"] for name, row in _LISTED.items() if "stages" in row}
 _WORDS = table_beside(__file__, "task_words")
 TASK_WORDS = {word: name for name, words in _WORDS["meant"].items() for word in words.split()}
 """What other tools and newcomers call a task -> its name."""
