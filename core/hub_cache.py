@@ -50,11 +50,13 @@ def is_reachable() -> bool:
 
 
 def require_hub(flag: str, name: str) -> None:
-    """Raise NotHereError where the hub cannot be reached for what a flag names."""
+    """Raise NotHereError where what a flag names is no hub id, or the hub cannot be reached for it."""
+    missing = f"{flag} {name}: there is no such file or folder{nearest_file(name)}"
+    if not is_id(name):
+        raise NotHereError(missing)
     if not is_reachable():
-        near = nearest_file(name)
         raise NotHereError(
-            f"{flag} {name}: there is no such file or folder{near}; as a hub id it is not in the cache"
+            f"{missing}; as a hub id it is not in the cache"
             f" {cache_home()}, and the hub cannot be reached: give a folder, go to where the run began if it"
             " names one from there, set HF_HOME to a cache with it, or run `prepare` where the internet is"
         )

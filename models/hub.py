@@ -286,7 +286,7 @@ def resolve_model(name_or_path: str, flag: str) -> str:
         return str(folder / "final")
     if not folder.is_dir():
         if not is_id(name_or_path):
-            raise UserError(f"{flag} {name_or_path}: is no run, folder or hub id (owner/name)")
+            raise NotHereError(f"{flag} {name_or_path}: is no run, folder or hub id (owner/name)")
         require_available(name_or_path, None, flag)
     elif near := "" if (folder / "config.json").is_file() else _nearby(folder):
         raise UserError(f"{flag} {name_or_path}: holds no config.json{near}")

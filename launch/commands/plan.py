@@ -6,6 +6,7 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from isobatch.core.errors import DONE, NotHereError, UserError
@@ -93,18 +94,23 @@ def plan_of(request: Request, options: PlanCommandOptions) -> tuple[dict[str, An
     return answer, f"{text}\n\n{comparison.reasons(found)}" if options.why else text
 
 
-def comments_on(request: Request, machine: str, lines: Sequence[str]) -> str:
+def comments_on(request: Request, machine: str, lines: Sequence[str], claim: str = "") -> str:
     """Lines, and the plan for a machine whose data is not here, as comments of YAML.
 
-    `machine`: as --hardware takes it. Raises UserError for what `plan` would refuse.
+    `machine`: as --hardware takes it. `claim`: the folder in which pods see theirs. Raises UserError for what
+    `plan` would refuse.
     """
     task, length = request.workload.make(request.recipe)[0], min(ASSUMED_LENGTH, request.recipe.max_length)
     asked = dataclasses.replace(request, notes=[], extra={"assume_length": length})
+    start = (request.recipe.starts_from or {}).get("run", "")
     try:
+        if start and not Path(start).exists():
+            raise NotHereError(f"--from {start}: is not here")
         (task.check_for_plan if isinstance(task, ChecksPlan) else task.check)()
         said = plan_of(asked, PlanCommandOptions(hardware=machine))[1]
     except NotHereError as error:
-        said = f"no plan: {error}"
+        flag = str(error).partition(": ")[0]
+        said = f"no plan: {f'{flag} lies in the claim' if claim and f' {claim}/' in flag else error}"
     head = f"The plan of {machine} (--hardware names the card), for samples of {length} tokens:"
     text = printable("\n".join([*lines, head, said]))
     return "".join(f"{f'# {line}'.rstrip()}\n" for line in text.splitlines())

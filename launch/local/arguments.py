@@ -304,6 +304,8 @@ def request_text(request: Request) -> str:
         ("recipe: what is learnt", groups["recipe"], recipe),
         (f"recipe of {request.workload.name}", groups["options"], request.recipe.options),
     ]
+    if start := request.recipe.starts_from:
+        shown.append(("with the weights of", {"from": groups["files"]["from"]}, {"from": start["run"]}))
     for title, group, options in (("plan: how fast", "plan", request.plan), ("run", "run", request.run)):
         changed = {n: f for n, f in groups[group].items() if getattr(options, n) != f.default}
         shown.append((title, changed, {name: getattr(options, name) for name in changed}))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from isobatch.core import hub_cache
-from isobatch.core.errors import UserError
+from isobatch.core.errors import NotHereError
 from isobatch.models import hub
 
 KNOWN_MODELS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text())
@@ -47,7 +47,7 @@ def load_config(name: str, revision: str | None) -> dict[str, Any]:
     spellings = {plain(known): known for known in KNOWN_MODELS}
     near = [spellings[close] for close in difflib.get_close_matches(plain(name), spellings, n=3, cutoff=0.5)]
     hint = f"{' or '.join(near)}, or " if near else ""
-    raise UserError(
+    raise NotHereError(
         f"--model {name}: is no preset, no folder and none of the {len(KNOWN_MODELS)} models whose shape is"
         f" known: give {hint}a folder with its config.json, which is enough"
     )

@@ -7,6 +7,7 @@ isobatch auto --task causal-lm --data FOLDER --model FOLDER --adapter qlora
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shutil
 from collections.abc import Callable, Iterable, Mapping
@@ -15,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from isobatch.core.errors import UserError
+from isobatch.core.errors import NotHereError, UserError
 from isobatch.core.extras import need
 from isobatch.core.number_ranges import AboveZero, Count, Positive, Share
 from isobatch.core.package import table_beside
@@ -120,7 +121,8 @@ class CausalLM(Task):
             path = Path(str(teacher)).expanduser()
             implied["teacher"] = str(path.resolve()) if path.is_dir() else teacher
             if not is_loaded and "tokenizer" not in values:
-                implied["tokenizer"] = hub.resolve_model(implied["teacher"], "--teacher")
+                with contextlib.suppress(NotHereError):  # where it is, this is asked again
+                    implied["tokenizer"] = hub.resolve_model(implied["teacher"], "--teacher")
         return implied
 
     def unread(self) -> Mapping[str, str]:
@@ -153,6 +155,7 @@ class CausalLM(Task):
             self._check_config(config)
 
     def check_for_plan(self) -> None:
+        self._teacher_path()  # raises where there is none
         adapters.check_options(self.options, pretrained=self.model_name not in PRESETS)
         if self.model_name not in PRESETS:
             self._check_config(known_models.load_config(self.model_name, self.recipe.revision))

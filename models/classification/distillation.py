@@ -7,12 +7,13 @@ Letters: B samples, C classes, L layers of the student, M layers of the teacher,
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from isobatch.core.errors import UserError, refuse
+from isobatch.core.errors import NotHereError, UserError, refuse
 from isobatch.core.number_ranges import AboveZero, Share
 from isobatch.models import hub
 from isobatch.models.base import Batch, Loss, StepContext, Teacher
@@ -60,7 +61,8 @@ class DistilledClassifier(Classifier):
         found = {name: str(path.resolve()) for name, path in folders.items() if path.is_dir()}
         asked = cls.initial_model_option
         if (given := found.get(asked, values.get(asked))) is not None:
-            found["model"] = hub.resolve_model(str(given), f"--{asked}")
+            with contextlib.suppress(NotHereError):  # where it is, this is asked again
+                found["model"] = hub.resolve_model(str(given), f"--{asked}")
         return {**super().complete({**values, **found}), **found}
 
     @property
@@ -71,6 +73,8 @@ class DistilledClassifier(Classifier):
         return self._model_name if is_classifier(self._model_name, self.recipe.revision) else None
 
     def check(self) -> None:
+        if given := getattr(self.options, self.initial_model_option):
+            hub.resolve_model(given, f"--{self.initial_model_option}")
         if (config := self._initial_config()) is not None:
             encoders.sizes_from_config(config, self._model_name)
         super().check()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import re
 import shutil
 from typing import TYPE_CHECKING, Any
@@ -19,8 +21,13 @@ from isobatch.core.errors import (
     UserError,
     WorkerLostError,
 )
+from isobatch.core.recipe import Recipe
+from isobatch.engine import consent
+from isobatch.engine.registry import TASKS
 from isobatch.engine.runs.run_folder import RunFolder, Verdict
+from isobatch.launch.clusters.kubernetes import job
 from isobatch.launch.clusters.kubernetes.job import exit_code, pod, submit
+from isobatch.launch.local.arguments import known_flags, parse_request, request_text
 from isobatch.tests.paths import ROOT
 
 if TYPE_CHECKING:
@@ -168,6 +175,36 @@ def test_a_path_that_no_pod_sees_is_named(
     assert submit(["--task", "causal-lm", *words, *LEAST, "--cpu"]) == 0
     for found in capsys.readouterr():
         assert re.search(said, found) if said else "pods see" not in found
+    monkeypatch.setattr(job, "_apply", lambda _: "applied")
+    with pytest.raises(UserError, match=said) if said else contextlib.nullcontext():
+        submit(["--task", "causal-lm", *words, *LEAST, "--cpu", "--submit"])
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("flag", [*consent.PLACES, "from", "template"])
+def test_what_lies_in_the_claim_is_for_pods_to_read(
+    task: str, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A manifest is made, with the plan where the model and its weights are not what is missing here."""
+    if flag not in known_flags(task) or (task, flag) == ("sequence-vae", "model"):
+        pytest.skip("no such flag")
+    words = {"data": "/isobatch/rows.jsonl", flag: "/isobatch/mine"}
+    asked = [f"--{name}={value}" for name, value in words.items()]
+    assert submit(["--task", task, *asked, *LEAST, "--gpus-per-node", "1"]) == 0
+    printed, said = capsys.readouterr()
+    recipe = next(yaml.safe_load_all(printed))["data"]["recipe.yaml"]
+    assert yaml.safe_load(recipe)[flag] == "/isobatch/mine"
+    assert "pods see" not in printed
+    assert ("--from /isobatch/mine" in said) == (flag == "from")
+    if flag in ("model", "from", "teacher", "pruned"):
+        why = "lies in the claim|as a hub id" if flag == "teacher" else "lies in the claim"
+        assert re.search(rf"(?m)^# no plan: .*({why})", printed)
+
+
+def test_a_run_that_lies_here_is_named_in_the_recipe_of_pods(tmp_path: Path) -> None:
+    recipe = Recipe(task="causal-lm", starts_from={"run": str(tmp_path)})
+    request = dataclasses.replace(parse_request(["--task", "causal-lm"], "auto"), recipe=recipe)
+    assert yaml.safe_load(request_text(request))["from"] == str(tmp_path)
 
 
 @pytest.mark.parametrize("words", [[], ["--user", "4242"]])

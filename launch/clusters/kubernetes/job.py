@@ -36,7 +36,7 @@ from isobatch.engine.task_files import imported_files, is_task_file, task_file
 from isobatch.launch.clusters.local.here import Local
 from isobatch.launch.commands.plan import comments_on
 from isobatch.launch.local import placement
-from isobatch.launch.local.arguments import Request, parse_request, request_text
+from isobatch.launch.local.arguments import Request, parse_request, request_text, split_words
 
 TEMPLATE = Path(__file__).with_name("manifest.yaml.jinja").read_text(encoding="utf-8")
 VOLUME = "/isobatch"
@@ -117,7 +117,7 @@ def render(request: Request, options: KubernetesOptions, unseen: Sequence[str]) 
     world = [f"--nnodes={options.nodes}", f"--nproc-per-node={processes}"]
     world += [f"--master-addr={name}-0.{name}", f"--master-port={PORT}"]
     environment = Environment(finalize=_yaml, undefined=StrictUndefined, keep_trailing_newline=True)
-    return comments_on(request, machine, unseen) + environment.from_string(TEMPLATE).render(
+    return comments_on(request, machine, unseen, VOLUME) + environment.from_string(TEMPLATE).render(
         metadata={"name": name, "labels": {"app.kubernetes.io/name": "isobatch", "isobatch/run": name}},
         options=options,
         command=["python3", "-m", "isobatch", "pod", f"{VOLUME}/runs/{name}", f"{FILES}/{RECIPE}", *world],
@@ -189,13 +189,23 @@ def submit(words: Sequence[str]) -> int:
     flags: --cpu --cpus N --mem 64Gi --user 1000 --node-selector gpu=h100 --secret NAME, and those of
            `auto`; --data is a path under /isobatch, where pods see the claim, or a name on the hub
     """
+    positional, flags = split_words(words)
+    start = flags.pop("from", "")
+    if has_start := start.startswith(f"{VOLUME}/") and not Path(start).exists():
+        words = [*positional, *(f"{spelling(name)}={value}" for name, value in flags.items())]
     request, options = placement.parse(words, "k8s", KubernetesOptions, "gpus_per_node")
+    if has_start:
+        print_lines(f"--from {start}: pods take its weights; its recipe is not here, so type its flags, too")
+        recipe = dataclasses.replace(request.recipe, starts_from={"run": start})
+        request = dataclasses.replace(request, recipe=recipe)
     unseen = [
         f"{spelling(name)} {value}: pods see {VOLUME} and their image alone: copy it into --claim"
         f" {options.claim}, and give {VOLUME}/{Path(value).name}"
         for name, value in consent.places(request.recipe)
         if (value[0] in "/.~" or Path(value).exists()) and not value.startswith(f"{VOLUME}/")
     ]
+    if options.submit and unseen:
+        raise UserError(unseen[0])
     text = render(request, options, unseen)
     print_lines(*unseen)
     print(_apply(text) if options.submit else text, end="")
