@@ -87,7 +87,7 @@ class Interactions(TokenizedData):
     """
 
     Options: ClassVar[type] = InteractionOptions
-    version: ClassVar[int] = 9
+    version: ClassVar[int] = 10
     cache_name: ClassVar[str] = "data.interactions.Interactions"
     demo_vocabulary_size: ClassVar[int] = 512
 

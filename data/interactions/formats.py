@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from isobatch.core.errors import UserError
 from isobatch.data.interactions import tables
 from isobatch.data.readers import SPLIT_NAMES, name_columns, open_parquet, require_name
-from isobatch.data.tables.delimited import ATOMIC, ATOMIC_TYPE, USUAL_COLUMNS, Shape, is_number, simple_name
+from isobatch.data.tables.delimited import (
+    ATOMIC,
+    ATOMIC_TYPE,
+    USUAL_COLUMNS,
+    Shape,
+    is_number,
+    numbers,
+    simple_name,
+)
 
 if TYPE_CHECKING:
     import numpy as np  # noqa: TC004  heavy, and no class here has flags
@@ -252,27 +260,38 @@ def _choose_columns(
 
 
 def _texts_by_id(file: Path, side: str, notes: list[str]) -> dict[str, ItemText]:
-    """Id -> title and text of a table of users or items: all columns but the id make the text.
+    """Id -> title and text of a table of users or items: of all columns but the id and an item's numbers, as
+    price and stock, which change.
 
-    A note says where several rows have one id.
+    Notes say what is read, and where several rows have one id.
     """
-    keys, texts = [], []
-    key = title = ""
-    for where, row in tables.read_rows(file):
-        if not key:
-            key = usual_column(side, row) or usual_column("id", row) or next(iter(row))
-            if key.isdecimal() and key not in ("0", "1"):
-                some = ", ".join([*row][:4])
-                raise UserError(f"{file}: its first row names no columns ({some}): give it a header")
-            others = [name for name in row if name != key]
-            title = usual_column("title", row) or [*others, key][0]
+    rows = [*tables.read_rows(file)]
+    if not rows:
+        return {}
+    columns = {name: [row[name] for _, row in rows] for name in rows[0][1]}
+    key = usual_column(side, columns) or usual_column("id", columns) or next(iter(columns))
+    if key.isdecimal() and key not in ("0", "1"):
+        some = ", ".join([*columns][:4])
+        raise UserError(f"{file}: its first row names no columns ({some}): give it a header")
+    others = [name for name in columns if name != key]
+    title = usual_column("title", columns) or [*others, key][0]
+    numeric = [n for n in others if side == "item" and n != title and _is_numeric(n, columns[n])]
+    said = [name for name in others if name not in numeric]
+    read = f"read {key} as {side}" + f", {', '.join(said)} as text" * bool(said)
+    notes.append(f"{file.name}: {read}" + f"; not read: {', '.join(numeric[:8])}" * bool(numeric))
+    texts = []
+    for where, row in rows:
         if row[key] in (None, "") or row[key] != row[key]:
             raise UserError(f"{where}: has no {key}: fill it in, or leave the row out")
-        said = [str(row[n]).replace("|", ", ") for n in row if n != key and row[n] not in (None, "")]
-        keys.append(str(row[key]))
-        texts.append(ItemText(str(row[title] or row[key]), ". ".join(said)))
-    keys = tables.whole_ids(keys)
+        words = [str(row[n]).replace("|", ", ") for n in said if row[n] not in (None, "")]
+        texts.append(ItemText(str(row[title] or row[key]), ". ".join(words)))
+    keys = tables.whole_ids(map(str, columns[key]))
     if twice := [key for key, count in Counter(keys).items() if count > 1]:
         several = f"{len(twice):,} of its ids have several rows ({tables.some_ids(twice)})"
         notes.append(f"{file.name}: {several}: the last is read")
     return dict(zip(keys, texts, strict=True))
+
+
+def _is_numeric(name: str, cells: Iterable[Any]) -> bool:
+    """Whether a column holds numbers alone, or what its name says is a price or the stock."""
+    return simple_name(name) in COLUMNS["amount"] or {*map(type, numbers(cells))} == {float}

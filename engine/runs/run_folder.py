@@ -241,11 +241,15 @@ class RunFolder:
         """The content of environment.json: what trained its last leg; empty where nothing says so."""
         return self._record("environment.json") or {}
 
-    def exported_weights(self) -> dict[str, str]:
-        """The checkpoint that final/ was made of, as a recipe's `starts_from`. Raises UserError."""
+    @property
+    def exported(self) -> str:
+        """The checkpoint that final/ was made of; "" where there is none yet."""
         rows = newest_rows(self.metrics)
-        name = next((row["exported"] for row in reversed(rows) if "exported" in row), None)
-        if name is None:
+        return next((row["exported"] for row in reversed(rows) if "exported" in row), "")
+
+    def exported_weights(self) -> dict[str, str]:
+        """The same as a recipe's `starts_from`. Raises UserError."""
+        if not (name := self.exported):
             raise UserError(f"{self.folder} is not done: {self.why_unfinished()}")
         checksums = self.checkpoints / name / "checksums.json"
         if not checksums.is_file():

@@ -169,6 +169,8 @@ def next_lines(run: RunFolder) -> list[str]:
     reads = isinstance(task, PredictsBatches) and type(data).read_rows is not Data.read_rows
     if reads and Path(given).is_file():
         commands.insert(0, f"predict {{run}} --file {shlex.quote(given)}")
+    best = f" --patience 0 --steps {run.exported.rpartition('-')[2]}" * bool(run.recipe.patience)
+    commands = [words + best * ("--split none" in words) for words in commands]
     told = [words.format(run=shlex.quote(str(run.folder))) for words in commands[:3]]
     more = f" --data {shlex.quote(given)}"
     return [f"  isobatch {words}{more if words.startswith('auto') else ''}" for words in told]

@@ -123,7 +123,8 @@ def prepare_facts(request: Request) -> Facts:
             print(text, file=sys.stderr)
     doing("looking for the model")
     task.fetch()
-    if request.recipe.patience and "valid" not in facts.samples:
+    preset = request.workload.task.presets.get(request.recipe.preset or "", {})
+    if request.recipe.patience not in (0, preset.get("patience")) and "valid" not in facts.samples:
         way = "--patience 0, and --steps as many as were best where it had one"
         raise UserError(f"--patience {request.recipe.patience}: the data has no valid split: {way}")
     return facts

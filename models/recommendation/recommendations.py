@@ -38,10 +38,8 @@ COUNTED = (POPULARITY, RECENT)
 """Those that know nothing of a user, and no items like another."""
 UNTRAINED = "nobody took it in training, and no text of it was read"
 ALONE = "nobody took it with another item in training"
-WAY_OUT = (
-    "train again when it is taken with others, or read texts of items"
-    " (--preset sequence --text frozen --text-model FOLDER)"
-)
+READS_TEXTS = "--preset sequence --text frozen --text-model FOLDER reads them"
+WAY_OUT = f"train again when it is taken with others, or with texts of items ({READS_TEXTS})"
 READ = "nobody took it in training, and of its text the model alone knows"
 BY_MODEL = "ask the model for it, --by model"
 NEWTON_STEPS = 30

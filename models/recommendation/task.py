@@ -169,7 +169,8 @@ class Recommender(Task):
                     options.sparse_tables and recipe.optimizer != "adamw"
                 ),
                 "--head none, as in --preset classics: no network is trained that could read texts: say"
-                " --text off, or take another --preset": not self._has_network and options.text != "off",
+                f" --text off; {recommendations.READS_TEXTS}": not self._has_network
+                and options.text != "off",
                 f"--dim {dim}: neumf halves it, so it must be even": options.head == "neumf" and dim % 2,
                 f"--trainable {','.join(unknown)}: is not one of {', '.join(TRAINABLE_PARTS)}": unknown,
                 f"--cohort {cohort}: must be 0, or from 2 on and divide --batch-size {recipe.batch_size}": (

@@ -165,6 +165,24 @@ def test_tables(kind: str, tmp_path: Path) -> None:
     assert catalogue.read_names(facts.folder)["titles"] == ["Never", "X ray", "Yacht", "Zoo"]
 
 
+def test_numbers_of_items_such_as_price_and_stock_are_no_texts(tmp_path: Path) -> None:
+    log = ["Kundennummer;Artikelnummer", *(f"{user};{item}" for user in "ab" for item in (7, 8))]
+    found = []
+    for stock in ("25", "ausverkauft", ""):
+        (folder := tmp_path / f"s{len(found)}").mkdir()
+        rows = [f"7;Stehlampe;{stock};Lampen;1.180,30;3", "8;Pfanne;0;Kueche;17,47;2", "9;1984;1;Buch;9,-;"]
+        columns = "Artikelnummer;Bezeichnung;Bestand;Warengruppe;VK-Preis;Regal"
+        (folder / "artikel.csv").write_text("\n".join([columns, *rows]))
+        (folder / "bestellungen.csv").write_text("\n".join(log))
+        facts, _ = made(folder)
+        found.append(words(facts, "items"))
+        read = (
+            "read Artikelnummer as item, Bezeichnung, Warengruppe as text; not read: Bestand, VK-Preis, Regal"
+        )
+        assert f"artikel.csv: {read}" in facts.extra["notes"]
+    assert found == [["Stehlampe. Lampen", "Pfanne. Kueche", "1984. Buch"]] * 3
+
+
 def test_given_splits_and_time(tmp_path: Path) -> None:
     (tmp_path / "given").mkdir()
     for split, rows in (("train", "1,a\n1,b\n2,a\n2,d\n"), ("valid", "2,b\n"), ("test", "1,c\n")):

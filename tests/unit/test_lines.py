@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import shlex
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,7 +14,8 @@ from isobatch.core.flags import flags_of
 from isobatch.core.measures import aligned, wrapped
 from isobatch.engine.registry import TASKS, workload
 from isobatch.launch.cli import COMMANDS, find_command
-from isobatch.launch.local.arguments import known_flags
+from isobatch.launch.commands.auto import next_lines
+from isobatch.launch.local.arguments import known_flags, parse_request
 from isobatch.launch.predicting import tables
 from isobatch.models.base import Task
 from isobatch.tests.paths import ROOT
@@ -57,6 +61,14 @@ def test_the_commands_after_a_run_have_names_and_flags_that_there_are(task: str)
         options = dict(itertools.pairwise(words))
         assert options.get("--out", ".csv").endswith(tables.OUT_ENDINGS)
         assert "--to" not in options or options["--to"] in workload(task).task.exports
+
+
+def test_a_run_that_kept_its_best_step_goes_on_for_as_many() -> None:
+    recipe = parse_request(["--task", "recommender", "--preset", "ids"], "auto").recipe
+    for patience, more in ((10, " --patience 0 --steps 21"), (0, "")):
+        asked = dataclasses.replace(recipe, patience=patience)
+        run = SimpleNamespace(recipe=asked, folder=Path("runs/a"), exported="ids-21")
+        assert f"--from runs/a --split none{more} --data demo" in next_lines(run)[-1]  # type: ignore[arg-type]
 
 
 def test_a_path_is_whole_where_a_line_is_broken() -> None:

@@ -225,7 +225,7 @@ def recommender(**options: Any) -> Recommender:
         ({"text_cache": "on", "text": "lora"}, "--text frozen"),
         ({"text_cache": "on", "text": "full"}, "learns nothing"),
         ({"trainable": "ids,fussion"}, "--trainable fussion: is not one of projection"),
-        ({"head": "none"}, "--head none, as in --preset classics: no network"),
+        ({"head": "none"}, "--head none, as in --preset classics: .*; --preset sequence --text frozen"),
         ({"head": "neumf", "dim": 7}, "--dim 7: neumf halves it"),
         ({"layers": "64,x"}, "--layers 64,x: give widths"),
         ({"cohort": 1}, "--cohort 1: must be 0, or from 2 on"),

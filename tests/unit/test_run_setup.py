@@ -60,6 +60,19 @@ def test_patience_needs_a_split_to_watch(tmp_path: Path) -> None:
     assert prepare_facts(ask(tmp_path)).samples == {"train": 8}
 
 
+def test_patience_of_a_preset_is_no_wish(tmp_path: Path) -> None:
+    """Presets of networks keep the best step where the data has a valid split; elsewhere the last is kept."""
+    rows = (f"{user},{item},{item}\n" for user in range(9) for item in range(user, user + 5))
+    (tmp_path / "orders.csv").write_text("user,item,time\n" + "".join(rows))
+    words = ["--task", "recommender", "--data", str(tmp_path / "orders.csv"), "--split", "none"]
+    for preset in ("sequence", "ids"):
+        asked = parse_request([*words, "--preset", preset], "auto")
+        assert asked.recipe.patience > 0
+        assert "valid" not in prepare_facts(asked).samples
+    with pytest.raises(UserError, match="--patience 3: the data has no valid split"):
+        prepare_facts(parse_request([*words, "--preset", "ids", "--patience", "3"], "auto"))
+
+
 def test_facts_are_not_what_the_run_says_where_they_were_changed(tmp_path: Path) -> None:
     run = made(tmp_path)
     facts = atomic_files.read_json(run.folder / "facts.json")
