@@ -87,7 +87,7 @@ class LabelKind(ABC):
 
     def hold_out(self, split: SplitLabels, share: float) -> np.ndarray:
         """As `held_out`, with equal texts on one side: of each text the row of the rarest label is drawn, so
-        that what only it has stays with training. Where that leaves nothing, as of a single text, as it.
+        that what only it has stays with training. Where that leaves no two labels, as of a few texts, as it.
         """
         rarest = np.argsort(np.bincount(split.codes)[split.codes], kind="stable")
         chosen = np.zeros(len(split), bool)
@@ -95,7 +95,9 @@ class LabelKind(ABC):
         _, text = np.unique(split.hashes, return_inverse=True)
         held_out = np.zeros(len(text), bool)
         held_out[text[chosen]] = self.held_out(split.take(chosen), share)
-        return held_out[text] if held_out.any() else self.held_out(split, share)
+        by_text, by_row = held_out[text], self.held_out(split, share)
+        two = min(2, len(np.unique(split.codes[by_row])))
+        return by_text if len(np.unique(split.codes[by_text])) >= two else by_row
 
     def balanced(self, counts: np.ndarray, rows: int) -> np.ndarray:  # noqa: ARG002  for those that need it
         """(C,) weights by how often a label is in the training split of so many rows. Raises UserError.

@@ -514,6 +514,14 @@ def test_equal_texts_are_on_one_side_of_a_draw(kind: str, share: float, tmp_path
     assert "equal texts are on one side of the draw: 130 rows repeat one" in extra["notes"]
 
 
+def test_a_few_texts_that_repeat_are_drawn_by_row_so_that_validation_has_two_labels(tmp_path: Path) -> None:
+    texts = {"a quiet film": "good", "two lost hours": "bad", "full of holes": "bad"}
+    as_jsonl(tmp_path / "train.jsonl", [{"text": t, "label": label} for t, label in texts.items()] * 60)
+    splits, _, extra = make(tmp_path).encode_splits()
+    assert set(np.asarray(splits["valid"]["label"]).tolist()) == {0, 1}
+    assert not any("one side" in note for note in extra["notes"])
+
+
 def test_rows_of_one_text_with_several_labels_are_named(tmp_path: Path) -> None:
     rows = [{"text": f"text {n}", "label": "ab"[n % 2]} for n in range(40)]
     again = [rows[3], rows[5] | {"label": "a"}, rows[5] | {"label": "a"}, rows[8] | {"label": "b"}]
