@@ -58,6 +58,17 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             os.environ[name] = value
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Torch on one thread: models of a few weights gain nothing from more, and lose on a busy machine."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def _environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if not k.startswith(FORGIVEN)}
 

@@ -154,7 +154,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
         ["runs/small/final", "a", "--neighbours", "2"],
         "changes nothing of an ONNX file",
     ),
-    "too few to show it": (["runs/one", "a", "--precision", "0.99"], "459 sure ones, all right, would"),
+    "too few to show it": (["runs/one", "a", "--precision", "0.99"], "show it of no answers with"),
     "unfinished": (["runs/begun", "a"], "`resume runs/begun` goes on with it"),
 }
 
