@@ -248,11 +248,14 @@ def plan_for_this_machine(
     """
     doing("planning")
     here = detect()
-    plan = Target("here", workload_of(recipe), recipe, facts, here, options, world).plan()
+    target = Target("here", workload_of(recipe), recipe, facts, here, options, world)
+    plan = target.plan()
     print_lines(*remarks_on_plan(options, plan, here), quiet=quiet)
-    if plan.device == "cpu" and plan.precision != "fp32":
-        how = f"allow a loss to be {TOLERANCE[plan.invariance][0]:g} off, of --precision fp32 (slower)"
-        print_lines(f"{plan.precision}: verify and receipts {how} {TOLERANCE['exact'][0]:g}", quiet=quiet)
+    has_steps = any(phase.epochs for phase in target.task.phases())
+    if plan.device == "cpu" and plan.precision != "fp32" and has_steps:
+        how = f"trained again, as `verify` does, a loss may be {TOLERANCE[plan.invariance][0]:g} off"
+        exact = f"with --precision fp32, which is slower, {TOLERANCE['exact'][0]:g}"
+        print_lines(f"{plan.precision}: numbers of few digits, faster here; {how}, {exact}", quiet=quiet)
     need(traits_of(plan.strategy).library.lower(), f"--strategy {plan.strategy}")
     need(OPTIMIZERS[recipe.optimizer].library, f"--optimizer {recipe.optimizer}")
     return plan

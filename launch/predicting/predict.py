@@ -60,7 +60,7 @@ class FormOptions(ListOptions):
 
 
 MARKS = {"unknown": "with unknown items, left out", "fallback": "with what most users took"}
-MARKS |= {"did_you_mean": "with ids that may lack their zeros", "unused": "with the user's list alone"}
+MARKS |= {"did_you_mean": "with ids written otherwise in training", "unused": "with the user's list alone"}
 """What a recommender says beside an answer, and how rows of it are counted."""
 
 

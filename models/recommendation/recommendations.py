@@ -446,8 +446,23 @@ class Recommendations:
         return self._item_numbers.get(_as_known(item, self._item_numbers), [])
 
     def meant(self, name: str, is_user: bool = False) -> str:
-        """The id of an item, or a user, that differs from this one as `written_otherwise` says."""
-        return written_otherwise(name, self._user_numbers if is_user else self._item_numbers)
+        """The id of an item, or a user, that differs from this one as `written_otherwise` says, in small and
+        large letters, or by letters and zeros before a number.
+        """
+        close = written_otherwise(name, self._user_numbers if is_user else self._item_numbers)
+        bare, of = name.strip().lower(), self._bare[is_user]
+        close = close or of.get(bare) or of.get(bare.lstrip("0"), "")
+        return close if close != name else ""
+
+    @cached_property
+    def _bare(self) -> list[dict[str, str]]:
+        """Of items and users: an id in small letters, or its number alone -> the id, "" where several are."""
+        found: list[dict[str, str]] = [{}, {}]
+        for of, ids in zip(found, (self.items, self.users), strict=True):
+            for name in ids:
+                for bare in {name.lower(), re.sub(r"^\D+0*(?=\d)", "", name)}:
+                    of[bare] = "" if of.get(bare, name) != name else name
+        return found
 
     def knows_user(self, user: str) -> bool:
         """Whether it is the id of a user."""
@@ -512,7 +527,9 @@ class Recommendations:
         rows, items = _candidates(scores, top, slack)
         parts = np.array_split(np.arange(len(rows)), 1 + len(rows) // EXACT_AT_A_TIME)
         values = np.concatenate([exact(rows[n], items[n]) for n in parts]) if exact else scores[rows, items]
-        order = np.lexsort((items, -values, rows))
+        # Beside few items that tell something the rest of a restricted catalogue has equal scores.
+        taken_by = self.counts[items] * (not self._offered.all())
+        order = np.lexsort((items, -taken_by, -values, rows))
         rows, items, values = rows[order], items[order], values[order]
         place = np.arange(len(rows)) - np.searchsorted(rows, rows)
         kept = (place < top) & np.isfinite(values)

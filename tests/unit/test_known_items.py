@@ -23,7 +23,7 @@ from isobatch.launch.predicting.recommend import (
     answer_users,
     restrict,
 )
-from isobatch.launch.predicting.tables import UserReader
+from isobatch.launch.predicting.tables import ListRequest, UserReader
 from isobatch.launch.serving.app import prediction_app
 from isobatch.models.recommendation import recommendations
 from isobatch.models.recommendation.recommendations import (
@@ -513,6 +513,48 @@ def test_a_number_that_lost_its_zeros_is_asked_about(tmp_path: Path) -> None:
             lists.recommend(name, 3)
         (found,) = answer_users(lists, 3, [UserReader(lists=lists).from_row({"user": name}, "row")])
         assert found["did_you_mean"] == {name: "0010386"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "meant"),
+    [
+        ("10111", "K010111"),
+        ("k010111", "K010111"),
+        ("010111 ", "K010111"),
+        ("K10111", ""),
+        ("7", ""),
+        ("x", ""),
+        ("", ""),
+    ],
+)
+def test_a_customer_number_is_found_without_its_letters_where_one_has_it(
+    asked: str, meant: str, tmp_path: Path
+) -> None:
+    write_model(tmp_path)
+    told = json.loads((tmp_path / "names.json").read_text())
+    told["users"][:5] = "K010111", "K007", "G7", "x1", "y"
+    (tmp_path / "names.json").write_text(json.dumps(told))
+    lists = open_lists(tmp_path)
+    assert lists.meant(asked, True) == meant
+    hint = f"did you mean {meant}?" if meant else "ids such as"
+    with pytest.raises(UserError, match=re.escape(hint)):
+        lists.recommend(asked, 3)
+    (found,) = answer_users(lists, 3, [ListRequest(asked)])
+    assert found.get("did_you_mean") == ({asked: meant} if meant else None)
+
+
+def test_what_most_took_fills_a_restricted_list_of_which_little_is_told(tmp_path: Path) -> None:
+    write_twins(tmp_path, "knn")
+    told = json.loads((tmp_path / "names.json").read_text())
+    told["counts"] = [1 + n % 7 for n in range(MANY)]
+    (tmp_path / "names.json").write_text(json.dumps(told))
+    lists = open_lists(tmp_path, "knn")
+    choose(lists, only=",".join(f"i{n}" for n in range(100)))
+    for user in range(USERS):
+        listed = lists.recommend(f"u{user}", 20)
+        counts = [lists.counts[int(one["item"][1:])] for one in listed if one["score"] == 0]
+        assert counts == sorted(counts, reverse=True)
+        assert len(counts) > 1
 
 
 @pytest.mark.parametrize(
