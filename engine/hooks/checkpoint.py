@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from isobatch.core.atomic_files import rows_in
 from isobatch.core.measures import now
 from isobatch.core.package import ROOT
 from isobatch.core.terminal import doing
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from isobatch.engine.train.state import Training
 
 VERSIONED = ("torch", "accelerate", "transformers")
+OTHER_LIBRARY = "another library"
 
 
 class ChoosesBest(Protocol):
@@ -157,6 +159,18 @@ class Checkpoint(Hook):
 def installed_versions() -> dict[str, str]:
     """Versions of the libraries that shape what a run learns and exports."""
     return {name: importlib.metadata.version(name) for name in VERSIONED}
+
+
+def versions_apart(run: RunFolder) -> list[str]:
+    """Libraries of VERSIONED whose version here is not all that trained a run, a phrase each."""
+    here, said = installed_versions(), []
+    changes = [row for row in rows_in(run.decisions) if row.get("decision") == OTHER_LIBRARY]
+    for name in VERSIONED:
+        before = [str(row.get("before")) for row in changes if row.get("library") == name]
+        trained = dict.fromkeys([*before, str(run.environment().get(name, here[name]))])
+        if trained.keys() != {here[name]}:
+            said.append(f"{name} {' and '.join(trained)} trained it, {here[name]} is here")
+    return said
 
 
 def environment(machine: str, precision: str) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from isobatch.engine.checkpointing.remote_copy import RemoteCopies
 from isobatch.engine.distributed.communicator import Communicator
 from isobatch.engine.distributed.liveness import Watchdog
 from isobatch.engine.distributed.stop_signals import StopFlag
-from isobatch.engine.hooks.checkpoint import Checkpoint, environment
+from isobatch.engine.hooks.checkpoint import OTHER_LIBRARY, VERSIONED, Checkpoint, environment
 from isobatch.engine.hooks.data_guard import DataGuard
 from isobatch.engine.hooks.ema import Ema
 from isobatch.engine.hooks.evaluate import Evaluate
@@ -121,7 +121,11 @@ def train_run(run: RunOnRank) -> Training:
         gpu = f"{torch.cuda.get_device_name(world.device)}, " if world.device.type == "cuda" else ""
         cpu = f"{cpu_model()} with {torch.backends.cpu.get_cpu_capability()}"
         machine = f"{gpu}{cpu}, {allowed_cpus(Path('/'), os.environ)} cores"
-        made_by = environment(machine, folder.plan.precision)
+        before, made_by = folder.environment(), environment(machine, folder.plan.precision)
+        for name in VERSIONED:
+            if (old := before.get(name, made_by[name])) != made_by[name]:
+                run.say(f"{name}: {made_by[name]} here, {old} before")
+                folder.log_decision(OTHER_LIBRARY, library=name, before=old, here=made_by[name])
         atomic_files.write_json(folder.folder / "environment.json", made_by)
     # Of one rank: the file may be a shared one, which another node sees a moment later.
     left_out = world.broadcast_object(left_out_steps(folder) if world.is_main else {})

@@ -17,6 +17,7 @@ from isobatch.core.plan import INVARIANCES, Plan, StrategyChoice
 from isobatch.core.recipe import HOOK_CODE
 from isobatch.core.terminal import doing, print_answer, rendered
 from isobatch.engine import consent
+from isobatch.engine.hooks.checkpoint import versions_apart
 from isobatch.engine.machine.detect import detect
 from isobatch.engine.planning.choices import choose_invariance
 from isobatch.engine.registry import workload_of
@@ -84,6 +85,7 @@ def verify_run(run: RunFolder, options: VerifyOptions, owns_process: bool = True
         proof.unproven, proof.trusted = compare_source(run, options.data)
         proof.problems, proof.log = audit_records(run)
     if (log := proof.log) is not None:
+        proof.covered += versions_apart(run)
         proof.unproven += log.unproven
         if options.level == "records":
             proof.trusted.insert(0, "losses, weights, final/ and metrics (--level steps computes them again)")

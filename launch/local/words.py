@@ -137,6 +137,8 @@ def _filled(template: str, value: str) -> str:
     """The template with the value in its place; a list as Python writes it becomes a,b."""
     if template == "{%}":
         return f"{(Decimal(value) * 100).normalize():f}%"
+    if template.startswith("{:"):
+        return value.split(":")[int(template[2:-1])]
     if items := re.fullmatch(r"[\[(](.*)[\])]", value):
         value = ",".join(part.strip(" '\"") for part in items[1].split(",") if part.strip())
     return template.replace("{}", value)

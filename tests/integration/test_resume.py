@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from isobatch.core import atomic_files
 from isobatch.tests.integration.helpers import RAGGED, launch, rows, run_code, succeed, summary
 
 if TYPE_CHECKING:
@@ -24,8 +25,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "runs" / "ref"
 
 
-def test_a_damaged_checkpoint_is_passed_over(undisturbed: Path, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_passed_over_and_another_library_is_named(
+    undisturbed: Path, tmp_path: Path
+) -> None:
     run = stopped_copy(undisturbed, tmp_path / "runs" / "ref")
+    made_by = json.loads((run / "environment.json").read_text())
+    atomic_files.write_json(run / "environment.json", {**made_by, "torch": "0.1"})
     newest, before = sorted((run / "checkpoints").iterdir(), key=lambda p: -int(p.name.split("-")[1]))[:2]
     damaged = newest / "node-00000.safetensors"
     content = bytearray(damaged.read_bytes())
@@ -33,8 +38,14 @@ def test_a_damaged_checkpoint_is_passed_over(undisturbed: Path, tmp_path: Path) 
     damaged.write_bytes(content)
     succeed("resume", str(run), cwd=tmp_path)
     assert summary(run)["resumed_from"] == before.name
-    assert newest.name in (run / "log.txt").read_text()
-    succeed("verify", str(run), cwd=tmp_path)
+    log, torch = (run / "log.txt").read_text(), made_by["torch"]
+    assert newest.name in log
+    assert f"torch: {torch} here, 0.1 before" in log
+    changed = {"decision": "another library", "library": "torch", "before": "0.1", "here": torch}
+    assert list(atomic_files.rows_in(run / "decisions.jsonl"))[-1] == changed
+    verified = json.loads(succeed("verify", str(run), "--json", cwd=tmp_path).stdout)
+    assert f"torch 0.1 and {torch} trained it, {torch} is here" in verified["coverage"]
+    assert "accelerate" not in verified["coverage"]
     one, other = (folder / "final" / "model.safetensors" for folder in (run, undisturbed))
     assert one.read_bytes() == other.read_bytes()
 

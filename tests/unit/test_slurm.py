@@ -53,6 +53,8 @@ def test_nodes_that_can_be_used() -> None:
         "--cpu --time 5 --mem 64m",
         "--cpu --time 5 --no-requeue",
         "--cpu --time 5 --sbatch --time=6",
+        "--time 5 --gpus-per-node 2 --sbatch --gres=gpu:a100:2",
+        "--time 5 --gpus-per-node 2 --sbatch --gpus=2",
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_made(
@@ -121,6 +123,27 @@ def test_a_job_asks_for_its_share_of_a_node(
     more = ("--time", "5", "--name", "r", "--quiet", "--out", str(tmp_path))
     _, script, _ = say(command.slurm, "--task", LINE, *more, *words.split())
     assert re.findall("^#SBATCH (--(?:cpus|mem=).*)", script, re.MULTILINE) == asked
+
+
+@pytest.mark.parametrize(
+    ("words", "asked"),
+    [
+        ("--gpus-per-node l4:2", "--gpus-per-node=l4:2"),
+        ("--gres gpu:L4:2", "--gpus-per-node=L4:2"),
+        ("--gres gpu:2", "--gpus-per-node=2"),
+        ("--gpus-per-node 2 --sbatch --gres=nvme:1", "--gpus-per-node=2"),
+    ],
+)
+def test_a_job_asks_for_a_type_of_gpus_and_the_plan_is_for_it(
+    words: str, asked: str, tmp_path: Path, slurm: Slurm, say: Say
+) -> None:
+    slurm(sinfo=NODES)
+    more = ("--time", "5", "--partition", "gpu", "--out", str(tmp_path))
+    _, script, said = say(command.slurm, "--task", LINE, *more, *words.split())
+    assert re.findall("^#SBATCH (--gpus.*)", script, re.MULTILINE) == [asked]
+    _, _, named = say(command.slurm, "--task", LINE, *more, *words.split(), "--hardware", "l4")
+    plan = re.compile("^(?:memory|time) .*", re.MULTILINE)
+    assert (plan.findall(said) == plan.findall(named)) == ("l4" in asked.lower()), "else sinfo names h100"
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,7 @@ class JobScript:
     """Per node."""
     gpus: int = 0
     """Per node."""
+    gpu_type: str | None = None
     array: str = ""
     extra_options: tuple[tuple[str, str], ...] = ()
     """Further options of sbatch: (name, value), the time limit first."""
@@ -161,8 +162,8 @@ def _show_plan(
     like_here = dataclasses.replace(here, kind="cpu", gpus=(), source="asked")
     machine = dataclasses.replace(like_here, nodes=script.nodes, cpus=script.cpus)
     if script.gpus:
-        cards = [options.hardware, *(node.card for node in client.node_shapes(options.partition))]
-        named = next(filter(None, [*cards, *(gpu.card for gpu in here.gpus)]), "")
+        cards = [one.card for one in (*client.node_shapes(options.partition), *here.gpus)]
+        named = next(filter(None, [options.hardware, options.gpu_type, *cards]), "")
         try:
             machine = parse_hardware(f"{script.nodes}x{script.gpus}x{re.sub('^([0-9]+ ?x ?)+', '', named)}")
         except UserError as error:
@@ -255,6 +256,7 @@ def _script(
         lead=max(default_lead(seconds), min(measured, seconds // 2)),
         cpus=cpus,
         gpus=options.gpus_per_node,
+        gpu_type=options.gpu_type,
         array=array_text(runs, options.parallel) if in_array else "",
         extra_options=tuple(extra),
         raw_options=raw,

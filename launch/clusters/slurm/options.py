@@ -33,7 +33,9 @@ class SlurmOptions(PlannedOptions):
     nodes: Positive = 1
     """Nodes of the job."""
     gpus_per_node: Count = 0
-    """GPUs on each node."""
+    """GPUs on each node; a100:4 asks for four of this type."""
+    gpu_type: str | None = None
+    """The type of these GPUs, as Slurm names it (`sinfo -o %G`)."""
     time: str | None = None
     """Time limit of one leg: 4h, HH:MM:SS or another of sbatch's. The job requeues itself until done."""
     cpu: bool = False
@@ -167,6 +169,8 @@ def option_words(flag: str, text: str | None) -> tuple[str, ...]:
         raise UserError(f"{flag} {text}: {error}") from None
     if not words or not words[0].startswith("-") or any(re.match("-[^-]", word) for word in words):
         raise UserError(f'{flag} {text}: holds {flag[2:]}\'s own options, written out: {flag} "--comment=a"')
+    if flag == "--sbatch" and re.search(r"--(gpus|(gres|tres-per-node)[= ]\S*gpu)[=: /]", text):
+        raise UserError(f"{flag} {text}: sbatch refuses two requests for GPUs: give --gpus-per-node a100:4")
     for word in words:
         name = word[2:].partition("=")[0] if word.startswith("--") else ""
         if name and any(own.startswith(name) for own in RESERVED[flag].split()):
