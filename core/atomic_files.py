@@ -143,6 +143,11 @@ def shared_folder(folder: Path) -> Iterator[None]:
         os.umask(umask)
 
 
+def is_disk_full(folder: Path) -> bool:
+    """Whether its disk has no room for a small file."""
+    return shutil.disk_usage(folder).free <= 2**16
+
+
 def disk_full(path: str | Path, error: BaseException, needed: int = 0) -> DiskFullError | None:
     """The error for a file that has no room, with its `needed` bytes; None where the system says another."""
     is_of_system = isinstance(error, OSError | RuntimeError)

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from isobatch.core.atomic_files import is_disk_full
 from isobatch.core.errors import DONE, FAILED, TrainingError, UserError, WorkerLostError, first_line
 from isobatch.core.measures import printable
 from isobatch.core.terminal import print_answer
@@ -67,7 +68,9 @@ def check_run(folder: Path) -> Iterator[Check]:
             yield check_ranks(record, age, training, str(folder), longest)
     except DAMAGE as error:
         yield warning("ranks", f"ranks.json: {first_line(error)[:200]}", f"rm {run.rank_record}")
-    yield check_space("disk", folder, shutil.disk_usage(folder).free, "move the run to another disk")
+    space = check_space("disk", folder, shutil.disk_usage(folder).free, "move the run to another disk")
+    is_done = space.remedy and run.status_or_none() == "done"  # it writes nothing more
+    yield warning(space.name, space.text, space.remedy) if is_done else space
 
 
 def check_records(run: RunFolder) -> Iterator[Check]:
@@ -105,7 +108,11 @@ def check_state(run: RunFolder) -> Check:
         known = next(way for word, way in REMEDIES["failed"].items() if word in f"{kind}{reason}".lower())
         return broken("state", f"failed at {done}: {kind}{reason}", known.format(run.folder))
     if seen.state == "unfinished":
-        why, way = REMEDIES["ended"].get(seen.job.state) or REMEDIES["ended"]["any"]
+        log = run.folder / "log.txt"
+        last = log.read_text(errors="replace").splitlines()[-1:] if log.is_file() else []
+        is_full = is_disk_full(run.folder) or "No space left" in f"{last} {last_error(run.folder)}"
+        unknown = REMEDIES["disk"] if is_full else REMEDIES["ended"]["any"]
+        why, way = REMEDIES["ended"].get(seen.job.state) or unknown
         job = f"job {seen.job.job} {seen.job}; " if seen.job.job else ""
         return warning("state", f"{done}; {job}{why}", way.format(run.folder))
     if seen.state == "unknown":

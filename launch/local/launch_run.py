@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass
 
 from isobatch.core import errors
-from isobatch.core.atomic_files import disk_full
+from isobatch.core.atomic_files import disk_full, is_disk_full
 from isobatch.core.errors import BUG, DONE, FAILED, WRONG_INPUT, TrainingError, UserError
 from isobatch.core.measures import wait_for
 from isobatch.core.number_ranges import KeptOneIn, Trials
@@ -158,7 +158,7 @@ def _verdict_of(run: RunFolder, verdict: Verdict | None) -> Verdict:
     if verdict is None:
         dead = re.findall(r"rank\s*: (\d+) .*\n\s*exitcode\s*: (-?\d+)", said.rpartition("Root Cause")[2])
         rank, code = dead[-1] if dead else ("", "")
-        if shutil.disk_usage(run.folder).free <= 2**16:
+        if is_disk_full(run.folder):
             full = disk_full(run.folder / "exit.json", RuntimeError("No space left on device"))
             verdict = Verdict(FAILED, str(full), errors.DiskFullError.cause)
         elif code.startswith("-"):

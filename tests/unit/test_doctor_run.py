@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -130,6 +132,35 @@ def test_a_killed_run_is_as_far_as_its_last_checkpoint(tmp_path: Path) -> None:
     state = found_in(run)["state"]
     assert "step 9 of 300; how it ended nobody wrote" in state.text, "the others are not whole"
     assert "isobatch resume" in state.remedy
+
+
+@pytest.mark.parametrize("where", ["disk", "log.txt", "launcher.log"])
+def test_a_run_that_a_full_disk_ended_says_that_first(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(tmp_path)
+    said = "OSError: [Errno 28] No space left on device\n"
+    if where == "disk":
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=4096))
+    else:
+        (run.folder / where).write_text(f"step 7\n{said}")
+    state = found_in(run)["state"]
+    assert "step 7 of 300; its disk is full" in state.text
+    assert "make space, then: isobatch resume" in state.remedy
+    (run.folder / "log.txt").write_text(f"{said}step 8\n")
+    (run.folder / "launcher.log").unlink(missing_ok=True)
+    assert ("its disk is full" in found_in(run)["state"].text) == (where == "disk")
+
+
+@pytest.mark.parametrize(("status", "state"), [("done", "warning"), ("failed", "broken")])
+def test_little_space_hinders_no_run_that_is_done(
+    status: str, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(tmp_path, status=status, reason="cannot write x: No space left on device")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10**8))
+    found = found_in(run)
+    assert found["disk space"].state == state
+    assert ("make space" in found["state"].remedy) == (status == "failed")
 
 
 LOG = """\
