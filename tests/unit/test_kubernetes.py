@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import re
 import shutil
+import subprocess
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -207,6 +208,54 @@ def test_a_run_that_lies_here_is_named_in_the_recipe_of_pods(tmp_path: Path) -> 
     assert yaml.safe_load(request_text(request))["from"] == str(tmp_path)
 
 
+def test_kustomize_adds_the_fields_of_a_cluster_as_the_page_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not here")
+    page = (ROOT / "docs" / "kubernetes.md").read_text()
+    (patch,) = re.findall(r"(?s)>kustomization\.yaml <<'END'\n(.*?)END\n", page)
+    assert submit([*GPUS, "--name", "week"]) == 0
+    (tmp_path / "job.yaml").write_text(printed := capsys.readouterr().out)
+    (tmp_path / "kustomization.yaml").write_text(patch)
+    words = ["kubectl", "kustomize", str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    *others, job = sorted(yaml.safe_load_all(done.stdout), key=lambda one: one["kind"] == "Job")
+    *_, ours = yaml.safe_load_all(printed)
+    assert job["metadata"]["labels"].pop("kueue.x-k8s.io/queue-name") == "research"
+    spec = job["spec"]["template"]["spec"]
+    assert spec.pop("tolerations")[0]["key"] == "nvidia.com/gpu"
+    assert spec.pop("priorityClassName") == "high"
+    assert (spec.pop("imagePullSecrets"), spec.pop("serviceAccountName")) == (
+        [{"name": "registry"}],
+        "trainer",
+    )
+    assert job == ours, "all else is as it was"
+    assert {one["kind"] for one in others} == {"ConfigMap", "Service"}
+
+
+@pytest.mark.parametrize(
+    "flag", ["toleration", "tolerations", "priority-class", "queue", "image-pull-secret", "service-account"]
+)
+def test_a_field_without_a_flag_is_answered_with_kustomize(flag: str) -> None:
+    with pytest.raises(UserError, match=rf"--{flag} x: kustomize writes it .*docs/kubernetes.md"):
+        submit([*GPUS, f"--{flag}", "x"])
+
+
+@pytest.mark.parametrize(
+    ("text", "labels"),
+    [("gpu=h100", {"gpu": "h100"}), ("gpu=l4,zone=b,spot=", {"gpu": "l4", "zone": "b", "spot": ""})],
+)
+def test_nodes_have_all_labels_that_are_asked_for(
+    text: str, labels: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert submit([*GPUS, "--node-selector", text]) == 0
+    printed = capsys.readouterr().out
+    *_, job = yaml.safe_load_all(printed)
+    assert job["spec"]["template"]["spec"]["nodeSelector"] == labels
+    assert f"# The plan of 4x8x{labels['gpu']}" in printed
+
+
 @pytest.mark.parametrize("words", [[], ["--user", "4242"]])
 def test_a_pod_is_what_restricted_namespaces_admit(
     words: list[str], capsys: pytest.CaptureFixture[str]
@@ -278,7 +327,10 @@ def test_outside_of_a_pod_it_is_said(words: list[str], monkeypatch: pytest.Monke
         (["--task", "causal-lm", *LEAST], "--gpus-per-node, or --cpu"),
         ([*GPUS, "--cpu"], "--cpu: "),
         ([*GPUS, "--name", "My_Run"], "--name My_Run"),
-        ([*GPUS, "--node-selector", "gpu"], "--node-selector gpu"),
+        *(
+            ([*GPUS, "--node-selector", text], f"--node-selector {text}")
+            for text in ("gpu", "gpu=a,", "gpu=a,b", ",gpu=a", "gpu=azone=b")
+        ),
         ([*GPUS, "--processes", "6"], "--processes 6: must be a multiple of --nodes 4"),
         *(
             ([*GPUS, "--mem", text], f"--mem {text}: .* as in --mem 64Gi")

@@ -71,7 +71,7 @@ class KubernetesOptions(placement.ElsewhereOptions):
     user: Positive = 1000
     """Number of the user, and of the group, as which pods train; never root."""
     node_selector: str | None = None
-    """A label that nodes must have: gpu=h100."""
+    """Labels that nodes must have: gpu=h100, or gpu=h100,zone=b."""
     secret: str | None = None
     """A Secret whose entries pods get as environment variables, such as HF_TOKEN."""
 
@@ -79,7 +79,8 @@ class KubernetesOptions(placement.ElsewhereOptions):
         if not (self.image and self.claim):
             raise UserError("k8s: needs --image, with isobatch in it, and --claim, the volume of all pods")
         word = r"\w[-\w./:@]*"
-        for flag, pattern in {"image": word, "claim": word, "node_selector": f"{word}=({word})?"}.items():
+        labels = f"{word}=({word})?(,{word}=({word})?)*"
+        for flag, pattern in {"image": word, "claim": word, "node_selector": labels}.items():
             if (name := getattr(self, flag)) and not re.fullmatch(pattern, name, re.ASCII):
                 raise UserError(f"{spelling(flag)} {name}: give a name without spaces, a label as gpu=h100")
         if self.secret and not re.fullmatch(NAME, self.secret):  # not repeated
@@ -112,7 +113,8 @@ def render(request: Request, options: KubernetesOptions, unseen: Sequence[str]) 
     # Kubernetes reads 64m as a thousandth of 64 bytes.
     gib = placement.memory_bytes(memory, "" if memory.endswith("m") else f"{memory}B", "64Gi") / 2**30
     cpus, gpus = options.cpus or 8 * options.gpus_per_node or 4, options.gpus_per_node
-    card = options.hardware or named_model((options.node_selector or "").rpartition("=")[2]) or "h100"
+    labels = dict(one.split("=", 1) for one in (options.node_selector or "").split(",") if one)
+    card = options.hardware or next(filter(None, map(named_model, labels.values())), "h100")
     machine = f"{options.nodes}x{gpus}x{card}" if gpus else f"cpu:{cpus}x{gib:.0f}gb"
     world = [f"--nnodes={options.nodes}", f"--nproc-per-node={processes}"]
     world += [f"--master-addr={name}-0.{name}", f"--master-port={PORT}"]
@@ -120,6 +122,7 @@ def render(request: Request, options: KubernetesOptions, unseen: Sequence[str]) 
     return comments_on(request, machine, unseen, VOLUME) + environment.from_string(TEMPLATE).render(
         metadata={"name": name, "labels": {"app.kubernetes.io/name": "isobatch", "isobatch/run": name}},
         options=options,
+        labels=labels,
         command=["python3", "-m", "isobatch", "pod", f"{VOLUME}/runs/{name}", f"{FILES}/{RECIPE}", *world],
         contents=_files(request),
         **{"memory": memory, "cpu": str(cpus), "shm": f"{int(gib * 512)}Mi"},
