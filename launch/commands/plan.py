@@ -6,7 +6,6 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from isobatch.core.errors import DONE, NotHereError, UserError
@@ -14,13 +13,12 @@ from isobatch.core.measures import parse_duration, printable
 from isobatch.core.number_ranges import Count
 from isobatch.core.terminal import fitted, print_answer, print_lines
 from isobatch.engine.machine.detect import detect
-from isobatch.engine.machine.hardware import Hardware, known_machines, parse_hardware
+from isobatch.engine.machine.hardware import known_machines, parse_hardware
 from isobatch.engine.planning import comparison
 from isobatch.engine.planning.choices import fixed_loader_settings, remarks_on_plan
 from isobatch.engine.planning.estimate import Target, estimate, parse_prices
-from isobatch.launch.local.arguments import Request, parse_request, split_words
+from isobatch.launch.local.arguments import Request, check_request, parse_request, split_words
 from isobatch.launch.local.run_setup import AnswerOptions, PlannedOptions, planned_facts, prepared_facts
-from isobatch.models.capabilities import ChecksPlan
 
 ASSUMED_LENGTH = 512
 """Tokens of a sample, for plans where the data is not at hand."""
@@ -100,13 +98,10 @@ def comments_on(request: Request, machine: str, lines: Sequence[str], claim: str
     `machine`: as --hardware takes it. `claim`: the folder in which pods see theirs. Raises UserError for what
     `plan` would refuse.
     """
-    task, length = request.workload.make(request.recipe)[0], min(ASSUMED_LENGTH, request.recipe.max_length)
+    length = min(ASSUMED_LENGTH, request.recipe.max_length)
     asked = dataclasses.replace(request, notes=[], extra={"assume_length": length})
-    start = (request.recipe.starts_from or {}).get("run", "")
     try:
-        if start and not Path(start).exists():
-            raise NotHereError(f"--from {start}: is not here")
-        (task.check_for_plan if isinstance(task, ChecksPlan) else task.check)()
+        check_request(asked)
         said = plan_of(asked, PlanCommandOptions(hardware=machine))[1]
     except NotHereError as error:
         flag = str(error).partition(": ")[0]
@@ -130,7 +125,10 @@ def compare_machines(request: Request, options: PlanCommandOptions) -> tuple[dic
 
 def _targets(request: Request, names: Sequence[str], flag: str) -> list[Target]:
     """The request's recipe and data on machines. Raises UserError, which begins with `flag`."""
-    machines = {name: _machine(name, flag) for name in names}
+    try:
+        machines = {name: detect() if name.lower() == HERE else parse_hardware(name) for name in names}
+    except UserError as error:
+        raise UserError(str(error).replace("--hardware", flag, 1)) from None
     print_lines(*request.notes, quiet=request.run.quiet)
     task, data = request.workload.make(request.recipe)
     facts = planned_facts(request, task, data)
@@ -138,13 +136,6 @@ def _targets(request: Request, names: Sequence[str], flag: str) -> list[Target]:
         Target(name, request.workload, request.recipe, facts, machine, request.plan)
         for name, machine in machines.items()
     ]
-
-
-def _machine(name: str, flag: str) -> Hardware:
-    try:
-        return detect() if name.lower() == HERE else parse_hardware(name)
-    except UserError as error:
-        raise UserError(str(error).replace("--hardware", flag, 1)) from None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
