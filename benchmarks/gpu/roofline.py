@@ -167,7 +167,8 @@ def pretended_card(kernels: Kernels) -> Iterator[None]:
             (keyed_noise, "array_to_device", draws),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
-        AttentionInterface.register("sdpa", _flash_attention)
+        attentions = AttentionInterface._global_mapping  # noqa: SLF001  register() has no way back
+        stack.enter_context(mock.patch.dict(attentions, sdpa=_flash_attention))
         yield
 
 

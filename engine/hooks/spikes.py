@@ -57,9 +57,11 @@ class SpikeWatch:
         """Why a step is a spike; empty where it is none."""
         if not (math.isfinite(loss) and math.isfinite(norm)):
             return f"the loss was {loss} and the gradient norm {norm}"
+        if len(self.losses) < LEAST:
+            return ""
         of_loss = "loss", _rounded(loss), self.losses, LEAST_RISE, DEVIATIONS
         of_norm = "gradient norm", _rounded(norm), self.norms, NORM_RATIO - 1, NORM_DEVIATIONS
-        for what, value, before, least, deviations in (of_loss, of_norm) if len(self.losses) >= LEAST else ():
+        for what, value, before, least, deviations in (of_loss, of_norm):
             middle, are_positive = statistics.median(before), min(value, *before) > 0
             scale, *scales = map(math.log, (value, *before)) if are_positive else (value, *before)
             usual = statistics.median(scales)
@@ -70,8 +72,8 @@ class SpikeWatch:
 
     def take_in(self, loss: float, norm: float) -> None:
         """Let later steps be compared with this one."""
-        self.losses = [*self.losses, _rounded(loss)][-WINDOW:]
-        self.norms = [*self.norms, _rounded(norm)][-WINDOW:]
+        self.losses = [*self.losses, float(f"{loss:.{DIGITS}g}")][-WINDOW:]
+        self.norms = [*self.norms, float(f"{norm:.{DIGITS}g}")][-WINDOW:]
 
 
 def _rounded(value: float) -> float:

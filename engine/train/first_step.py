@@ -43,8 +43,11 @@ LossValues = dict[str, float]
 def check_sums(state: Training, batch: LoadedStep) -> None:
     """Raise TrainingError unless the losses of halves of this rank's first micro-batch add up to its own.
 
-    Nothing that trains changes.
+    Nothing that trains changes. Not in a phase that rounds to levels: float noise moves some values of a few
+    samples to the next one, and their losses by percents.
     """
+    if any(phase.rounds for phase in state.task.phases() if phase.name == state.schedule.name):
+        return
     micro, host = batch.work.micro_batches[0], batch.batches[0]
     middle = middle_row(micro.positions, state.task.cohort)
     if not middle or state.strategy.equal_counts:  # then no rank may compute more than others

@@ -29,7 +29,7 @@ from isobatch.engine.train import first_step, loop
 from isobatch.engine.train.figures import StepOutput
 from isobatch.engine.train.hooks import Hooks, Seen
 from isobatch.engine.train.loop import run_phase
-from isobatch.models.base import Batch, Loss, StepContext, Task
+from isobatch.models.base import Batch, Loss, Phase, StepContext, Task
 from isobatch.tests.unit.helpers import optimizer_of, plan, training
 
 COUNT, WIDTH = 24, 5
@@ -112,6 +112,17 @@ class Nothing(Sums):
         }
 
 
+class Rounds(Sums):
+    """A few samples' loss moves by 3 % with what is computed beside them."""
+
+    def phases(self) -> list[Phase]:
+        return [Phase(rounds=True)]
+
+    def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
+        errors = self.errors(model, batch, step)
+        return {"sum": Loss(errors.sum() * (1 + 0.03 * (len(errors) % 2)), "sample")}
+
+
 class Equal(ReplicatedStrategy):
     """As ZeRO 3, whose ranks must compute as often as each other."""
 
@@ -176,6 +187,7 @@ def looked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         ({"half": True}, 1),
         ({"noise": "native"}, 0),  # its dropout differs by itself
         ({"net": Grown}, 0),
+        ({"task": Rounds}, 0),
         ({"task": Contrast, "micro": 8}, 1),
         ({"task": Nothing}, 1),
         ({"strategy": Equal}, 0),
