@@ -275,10 +275,12 @@ def _texts_by_id(file: Path, side: str, notes: list[str]) -> dict[str, ItemText]
         raise UserError(f"{file}: its first row names no columns ({some}): give it a header")
     others = [name for name in columns if name != key]
     title = usual_column("title", columns) or [*others, key][0]
-    numeric = [n for n in others if side == "item" and n != title and _is_numeric(n, columns[n])]
-    said = [name for name in others if name not in numeric]
+    numeric = {n for n in others if {*map(type, numbers(columns[n]))} == {float}}
+    numeric |= {n for n in others if simple_name(n) in COLUMNS["amount"]}
+    said = [n for n in others if side == "user" or n == title or n not in numeric]
+    unread = [n for n in others if n not in said][:8]
     read = f"read {key} as {side}" + f", {', '.join(said)} as text" * bool(said)
-    notes.append(f"{file.name}: {read}" + f"; not read: {', '.join(numeric[:8])}" * bool(numeric))
+    notes.append(f"{file.name}: {read}" + f"; not read: {', '.join(unread)}" * bool(unread))
     texts = []
     for where, row in rows:
         if row[key] in (None, "") or row[key] != row[key]:
@@ -290,8 +292,3 @@ def _texts_by_id(file: Path, side: str, notes: list[str]) -> dict[str, ItemText]
         several = f"{len(twice):,} of its ids have several rows ({tables.some_ids(twice)})"
         notes.append(f"{file.name}: {several}: the last is read")
     return dict(zip(keys, texts, strict=True))
-
-
-def _is_numeric(name: str, cells: Iterable[Any]) -> bool:
-    """Whether a column holds numbers alone, or what its name says is a price or the stock."""
-    return simple_name(name) in COLUMNS["amount"] or {*map(type, numbers(cells))} == {float}

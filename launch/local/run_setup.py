@@ -251,11 +251,11 @@ def plan_for_this_machine(
     target = Target("here", workload_of(recipe), recipe, facts, here, options, world)
     plan = target.plan()
     print_lines(*remarks_on_plan(options, plan, here), quiet=quiet)
-    has_steps = any(phase.epochs for phase in target.task.phases())
-    if plan.device == "cpu" and plan.precision != "fp32" and has_steps:
-        how = f"trained again, as `verify` does, a loss may be {TOLERANCE[plan.invariance][0]:g} off"
+    is_trained = any(phase.epochs for phase in target.task.phases())
+    if plan.device == "cpu" and plan.precision != "fp32" and is_trained:
+        how = f"faster, with fewer digits; trained again a loss may be {TOLERANCE[plan.invariance][0]:g} off"
         exact = f"with --precision fp32, which is slower, {TOLERANCE['exact'][0]:g}"
-        print_lines(f"{plan.precision}: numbers of few digits, faster here; {how}, {exact}", quiet=quiet)
+        print_lines(f"{plan.precision}: {how}, {exact} (`verify`, receipts)", quiet=quiet)
     need(traits_of(plan.strategy).library.lower(), f"--strategy {plan.strategy}")
     need(OPTIMIZERS[recipe.optimizer].library, f"--optimizer {recipe.optimizer}")
     return plan

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -227,7 +228,7 @@ def _read_guests(
     Rows without times are in time already.
     """
     guests: dict[str, dict[str, float]] = {}
-    unknown, returns, nameless = list[str](), list[str](), list[str]()
+    unknown, said = list[str](), Counter[str]()
     rows = sorted(
         enumerate(tables.read_table(file, "--guests", columns), 1),
         key=lambda row: _when(row[1][1].get(_column(row[1][1], columns[2], "time") or "")),
@@ -235,8 +236,9 @@ def _read_guests(
     for number, (where, row) in rows:
         user, item = _column(row, columns[0], "user"), _column(row, columns[1], "item")
         order = _column(row, columns[3], "order")
-        nameless += [f"{user or 'user'}: their {order} is the guest"] * bool(order and not _cell(row, user))
-        whose = _cell(row, user) or _cell(row, order)
+        filled = [n for n in (user, order) if n and row[n] not in (None, "") and row[n] == row[n]]
+        said[f"have no {user or 'user'}: their {order} is the guest"] += filled == [order]
+        whose = str(row[filled[0]]) if filled else ""
         if (given := row.get(tables.ITEMS_COLUMN)) is None:
             for column, usual in ((user or order, "user_id"), (item, "item_id")):
                 readers.require_name(column or usual, [*row], where, otherwise=GUEST_COLUMNS)
@@ -249,7 +251,7 @@ def _read_guests(
         (amount,) = delimited.numbers([row[quantity] if quantity else 1])
         if not isinstance(amount, float) or not abs(amount) < float("inf"):
             raise UserError(f"{where}: {quantity} {row[str(quantity)]}: is not a number: leave the row out")
-        returns += [f"returns ({quantity} 0 or less): what came back whole is left out"] * (amount <= 0)
+        said[f"are returns ({quantity} 0 or less): what came back whole is left out"] += amount <= 0
         taken = guests.setdefault(whose or str(number), {})
         for name in lists.split_items(given) if isinstance(given, str) else map(str, given):
             if not lists.knows_item(name):
@@ -258,8 +260,7 @@ def _read_guests(
                 taken[name] = taken.pop(name, 0.0) * bool(quantity) + amount  # its last place counts
             else:
                 taken[name] = taken.get(name, 0.0) + amount
-    for said, found in (("have no", nameless), ("are", returns)):
-        remarks += [f"--guests: {len(found):,} of {len(rows):,} rows {said} {found[0]}"] if found else []
+    remarks += [f"--guests: {n:,} of {len(rows):,} rows {what}" for what, n in said.items() if n]
     guests = {
         user: {n: amount for n, amount in taken.items() if amount > 0} for user, taken in guests.items()
     }
@@ -272,12 +273,6 @@ def _read_guests(
 def _column(row: Mapping[str, Any], given: str | None, kind: str) -> str | None:
     """The column of a row that is its user, item or time; None for none."""
     return given if given in row else usual_column(kind, row)
-
-
-def _cell(row: Mapping[str, Any], column: str | None) -> str:
-    """What the row has in a column; "" for nothing."""
-    value = row[column] if column else None
-    return "" if value is None or value != value else str(value).strip()
 
 
 def _when(cell: Any) -> tuple[float, str]:

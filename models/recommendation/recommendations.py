@@ -42,6 +42,8 @@ READS_TEXTS = "--preset sequence --text frozen --text-model FOLDER reads them"
 WAY_OUT = f"train again when it is taken with others, or with texts of items ({READS_TEXTS})"
 READ = "nobody took it in training, and of its text the model alone knows"
 BY_MODEL = "ask the model for it, --by model"
+LETTERS = re.compile(r"^\D*0*(?=\d)|\s+$")
+"""What may stand around a number in an id."""
 NEWTON_STEPS = 30
 TOLERANCE = 1e-6
 """The largest step at which a new user's vector is found."""
@@ -447,22 +449,16 @@ class Recommendations:
 
     def meant(self, name: str, is_user: bool = False) -> str:
         """The id of an item, or a user, that differs from this one as `written_otherwise` says, in small and
-        large letters, or by letters and zeros before a number.
+        large letters, or by the letters and zeros before its number.
         """
         close = written_otherwise(name, self._user_numbers if is_user else self._item_numbers)
-        bare, of = name.strip().lower(), self._bare[is_user]
-        close = close or of.get(bare) or of.get(bare.lstrip("0"), "")
-        return close if close != name else ""
+        other, end = self._bare[is_user].get(LETTERS.sub("", name), ""), name.strip().lower().lstrip("0")
+        return close or other * (other != name and other.lower().endswith(end))
 
     @cached_property
     def _bare(self) -> list[dict[str, str]]:
-        """Of items and users: an id in small letters, or its number alone -> the id, "" where several are."""
-        found: list[dict[str, str]] = [{}, {}]
-        for of, ids in zip(found, (self.items, self.users), strict=True):
-            for name in ids:
-                for bare in {name.lower(), re.sub(r"^\D+0*(?=\d)", "", name)}:
-                    of[bare] = "" if of.get(bare, name) != name else name
-        return found
+        """Of items and users: an id without its LETTERS -> the id, of several the last."""
+        return [{LETTERS.sub("", one): one for one in ids} for ids in (self.items, self.users)]
 
     def knows_user(self, user: str) -> bool:
         """Whether it is the id of a user."""
@@ -527,9 +523,8 @@ class Recommendations:
         rows, items = _candidates(scores, top, slack)
         parts = np.array_split(np.arange(len(rows)), 1 + len(rows) // EXACT_AT_A_TIME)
         values = np.concatenate([exact(rows[n], items[n]) for n in parts]) if exact else scores[rows, items]
-        # Beside few items that tell something the rest of a restricted catalogue has equal scores.
-        taken_by = self.counts[items] * (not self._offered.all())
-        order = np.lexsort((items, -taken_by, -values, rows))
+        # Where few of a restricted catalogue are near, the rest have equal scores: what most took is first.
+        order = np.lexsort((items, -self.counts[items] * (not self._offered.all()), -values, rows))
         rows, items, values = rows[order], items[order], values[order]
         place = np.arange(len(rows)) - np.searchsorted(rows, rows)
         kept = (place < top) & np.isfinite(values)

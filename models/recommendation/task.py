@@ -437,12 +437,18 @@ class Recommender(Task):
 
 def _beside_popularity(metrics: Mapping[str, Any], k: int, what: str) -> str:
     """How much better `what` ranks than the list that a shop has without it; "" where that is not known."""
-    figure, own = metrics.get(f"full_{POPULARITY}_ndcg@{k}"), metrics.get(f"full_ndcg@{k}")
-    interval = metrics.get(f"full_{POPULARITY}_ndcg@{k}_difference_ci95")
-    if not (isinstance(interval, list) and [*map(type, [figure, own, *interval])] == [float] * 4):
+    own, figures = metrics.get(f"full_ndcg@{k}"), _beside(metrics, POPULARITY, k)
+    if not (figures and isinstance(own, float)):
         return ""
-    low, high = interval
-    return f"beside what most took {what} has {own - figure:+.4f} (95 %: {-high:+.4f} to {-low:+.4f})"  # type: ignore[operator]
+    figure, low, high = figures
+    return f"beside what most took {what} has {own - figure:+.4f} (95 %: {-high:+.4f} to {-low:+.4f})"
+
+
+def _beside(metrics: Mapping[str, Any], name: str, k: int) -> list[float]:
+    """The figure of a baseline, and the ends of its difference's interval; empty where one is missing."""
+    figure, interval = (metrics.get(f"full_{name}_ndcg@{k}{end}") for end in ("", "_difference_ci95"))
+    found = [figure, *interval] if isinstance(interval, list) else []
+    return found if [*map(type, found)] == [float] * 3 else []
 
 
 def _verdict(metrics: Mapping[str, Any], k: int, model: str, other: str) -> str:
@@ -452,12 +458,8 @@ def _verdict(metrics: Mapping[str, Any], k: int, model: str, other: str) -> str:
     The best is the one on the validation data, where that was no model: to choose it by the figures in which
     it is then held against the model would flatter it. Empty where a received run has no such metrics.
     """
-    metric, figures = f"full_ndcg@{k}", {}
+    metric, figures = f"full_ndcg@{k}", {n: found for n in BASELINES if (found := _beside(metrics, n, k))}
     own, users = metrics.get(metric), metrics.get("held_out_users")
-    for name in BASELINES:
-        figure, interval = (metrics.get(f"full_{name}_ndcg@{k}{end}") for end in ("", "_difference_ci95"))
-        if isinstance(interval, list) and [*map(type, [figure, *interval])] == [float] * 3:
-            figures[name] = (figure, *interval)
     if not (figures and isinstance(own, float) and isinstance(users, int)):
         return ""
     best = str(metrics.get("best_on_validation"))
