@@ -121,9 +121,9 @@ def train_run(run: RunOnRank) -> Training:
         gpu = f"{torch.cuda.get_device_name(world.device)}, " if world.device.type == "cuda" else ""
         cpu = f"{cpu_model()} with {torch.backends.cpu.get_cpu_capability()}"
         machine = f"{gpu}{cpu}, {allowed_cpus(Path('/'), os.environ)} cores"
-        before, made_by = folder.environment(), environment(machine, folder.plan.precision)
+        earlier, made_by = folder.environment(), environment(machine, folder.plan.precision)
         for name in VERSIONED:
-            if (old := before.get(name, made_by[name])) != made_by[name]:
+            if (old := earlier.get(name, made_by[name])) != made_by[name]:
                 run.say(f"{name}: {made_by[name]} here, {old} before")
                 folder.log_decision(OTHER_LIBRARY, library=name, before=old, here=made_by[name])
         atomic_files.write_json(folder.folder / "environment.json", made_by)

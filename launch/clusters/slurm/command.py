@@ -162,7 +162,7 @@ def _show_plan(
     like_here = dataclasses.replace(here, kind="cpu", gpus=(), source="asked")
     machine = dataclasses.replace(like_here, nodes=script.nodes, cpus=script.cpus)
     if script.gpus:
-        cards = [one.card for one in (*client.node_shapes(options.partition), *here.gpus)]
+        cards = [node.card for node in client.node_shapes(options.partition)] + [g.card for g in here.gpus]
         named = next(filter(None, [options.hardware, options.gpu_type, *cards]), "")
         try:
             machine = parse_hardware(f"{script.nodes}x{script.gpus}x{re.sub('^([0-9]+ ?x ?)+', '', named)}")
