@@ -110,8 +110,7 @@ def _meaning(word: str, value: str, own: Collection[str]) -> tuple[dict[str, str
     names = (word, synonym, _TABLES["of_finished_models"].get(synonym))
     name = next((one for one in names if one in own), word)
     forms = rules[word] if is_foreign else VALUES.get(name, {})
-    typed = f"--no{spelling(word)[1:]}" if value == "False" else f"{spelling(word)} {value}"
-    written = spelling(word) if isinstance(value, BareValue) else typed
+    written = spelling(word) if isinstance(value, BareValue) else f"{spelling(word)} {value}"
     rule = next((r for form, r in forms.items() if re.fullmatch(FORMS.get(form, form), value.lower())), None)
     if rule is None and is_foreign:
         wrong = "needs a value" if isinstance(value, BareValue) else "has no meaning here"
