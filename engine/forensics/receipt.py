@@ -39,7 +39,7 @@ LARGEST = 1e300
 DECIDED = ("decision", "of", "first", "last", "reason")
 PARTS = (
     *("receipt", "run", "recipe_hash", "recipe", "facts", "plan", "phases", "log_every", "steps", "left_out"),
-    *("seals", "checkpoints", "exported", "final", "metrics", "versions"),
+    *("seals", "checkpoints", "exported", "final", "exports", "metrics", "versions"),
 )
 
 
@@ -63,6 +63,7 @@ def make_receipt(run: RunFolder, log: LogRecord) -> dict[str, Any]:
         "checkpoints": log.checkpoints,
         "exported": log.final.get("exported"),
         "final": log.final["final"],
+        "exports": {name: digests for name, digests in run.exports().items() if digests},
         "metrics": (run.summary() or {}).get("metrics_by_split", {}),
         "versions": run.environment(),
     }
@@ -99,7 +100,8 @@ def has_form(content: Any) -> bool:
         named = [*(row["phase"] for row in steps), *(row["of"] for row in left_out)]
         named += [phase for phase, _, _ in content["log_every"]]
         return (
-            (content["receipt"], content.keys()) == (FORM, set(PARTS))
+            (content["receipt"], content.keys() | {"exports"}) == (FORM, set(PARTS))  # older ones lack them
+            and type(content.get("exports", {})) is dict
             and type(steps) is type(left_out) is list
             and all(row.keys() == set(DECIDED) for row in left_out)
             and all(row.keys() == set(NEEDED) for row in steps)

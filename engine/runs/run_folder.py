@@ -23,7 +23,7 @@ from isobatch.core.facts import Facts
 from isobatch.core.flags import build_options, flags_of, nearest, options_to_dict, value_text
 from isobatch.core.plan import Plan
 from isobatch.core.recipe import Recipe, differing
-from isobatch.engine.checkpointing.digests import bytes_digest, file_digest
+from isobatch.engine.checkpointing.digests import bytes_digest, file_digest, folder_digests
 from isobatch.engine.runs.log_reader import newest_rows
 from isobatch.engine.runs.run_options import RunOptions
 
@@ -78,6 +78,12 @@ def runs_named(place: str | Path) -> list[Path]:
         if found := [r.folder for r in stages if r.folder.name.startswith(f"{at.name}-{r.recipe.task}")]:
             return found
     return [next((at for at in (path, inside) if at.exists()), path)]
+
+
+def finished_run(place: str | Path) -> Path:
+    """The last of `runs_named`; of a chain's stages the newest that is done, where one is."""
+    found = runs_named(place)
+    return next((one for one in reversed(found) if RunFolder(one).status_or_none() == "done"), found[-1])
 
 
 def no_run(path: Path) -> str:
@@ -257,18 +263,37 @@ class RunFolder:
         run = str(self.folder.resolve())
         return {"run": run, "checkpoint": name, "digest": bytes_digest(checksums)}
 
-    def changed_export(self, only_later: bool = False) -> list[str]:
-        """Files of final/ that are not there as the run wrote them, by its log: changed, added or gone.
+    def exports(self) -> dict[str, dict[str, Any] | None]:
+        """Each folder of exports/, and chosen/ -> digests of its files as they were written, which stand in
+        FOLDER.json beside it; None where nothing says what was written.
+        """
+        places = [*sorted(self.folder.glob("exports/[!.]*")), self.folder / "chosen"]
+        names = [path.relative_to(self.folder).as_posix() for path in places if path.is_dir()]
+        return {name: self._record(f"{name}.json") for name in names}
 
-        `only_later`: those alone are read that changed after the log; where nobody touched a run, none.
+    def record_export(self, folder: Path) -> None:
+        """Keep the digests of what was written into a folder of the run."""
+        atomic_files.write_json(folder.with_name(f"{folder.name}.json"), folder_digests(folder))
+
+    def changed_export(self, only_later: bool = False, final: Mapping[str, str] | None = None) -> list[str]:
+        """Files of final/, exports/ and chosen/ that are not there as the run wrote them: changed, added or
+        gone. `final`: the digests of final/, by default those in the log.
+
+        `only_later`: those alone are read that changed after their record; where nobody touched a run, none.
         """
         logged = [row["final"] for row in newest_rows(self.metrics) if isinstance(row.get("final"), dict)]
-        if not logged:
-            return []
-        since, written = self.metrics.stat().st_mtime if only_later else 0.0, logged[-1]
-        there = {p.relative_to(self.final).as_posix(): p for p in self.final.rglob("*") if p.is_file()}
-        same = {n for n, p in there.items() if p.stat().st_ctime < since or file_digest(p) == written.get(n)}
-        return sorted({*there, *written} - same)
+        records: dict[str, tuple[Path, Mapping[str, Any] | None]]
+        records = {n: (self.folder / f"{n}.json", written) for n, written in self.exports().items()}
+        records["final"] = self.metrics, final or (logged[-1] if logged else None)
+        changed: set[str] = set()
+        for name, (record, written) in records.items():
+            if written is not None:
+                since, folder = record.stat().st_mtime if only_later else 0.0, self.folder / name
+                there = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_file()}
+                later = {n for n, p in there.items() if p.stat().st_ctime >= since}
+                other = {n for n in later if file_digest(there[n]) != written.get(n)}
+                changed.update(f"{name}/{n}" for n in other | ({*written} ^ {*there}))
+        return sorted(changed)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         atomic_files.write_json(self.folder / "summary.json", summary)

@@ -13,7 +13,7 @@ from isobatch.core.errors import TrainingError, UserError
 from isobatch.core.facts import Facts
 from isobatch.data.base import fingerprint
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint, recorded_digest
-from isobatch.engine.checkpointing.digests import bytes_digest, folder_digests
+from isobatch.engine.checkpointing.digests import bytes_digest
 from isobatch.engine.hooks.data_guard import DATA_WRITTEN
 from isobatch.engine.optimization.left_out import left_out_steps, until
 from isobatch.engine.registry import workload_of
@@ -81,11 +81,8 @@ def _check_records(run: RunFolder) -> LogRecord:
         said = f"metrics.jsonl says that {last['exported']} was exported, and its evaluations say {end}"
         check(last["exported"] == end, said)
         _check_summary(run, log, summary, last)
-        recorded, found = last["final"], folder_digests(run.final)
-        changed = ", ".join(sorted(name for name in recorded if found.get(name) != recorded[name]))
-        check(not changed, f"final/ is not what the run wrote: {changed} is missing or changed")
-        added = ", ".join(sorted(found.keys() - recorded.keys()))
-        check(not added, f"final/ holds what the run did not write: {added}")
+        changed = ", ".join(run.changed_export(final=last["final"]))
+        check(not changed, f"missing, changed or added since the run wrote it: {changed}")
     _check_ledger(run, log, order.sampler)
     return log
 

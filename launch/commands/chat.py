@@ -15,7 +15,7 @@ from isobatch.core.errors import DONE, UserError
 from isobatch.core.measures import printable
 from isobatch.core.terminal import doing, print_answer
 from isobatch.data.text.chat_templates import ChatSegment, ChatTemplate, template_in
-from isobatch.engine.runs.run_folder import no_run, runs_named
+from isobatch.engine.runs.run_folder import finished_run, no_run, runs_named
 from isobatch.launch.commands.evaluate import require_capability
 from isobatch.launch.local.arguments import command_options, read_command, split_words
 from isobatch.launch.local.run_setup import AnswerOptions, TrustOptions, one_run, open_run
@@ -77,7 +77,7 @@ def open_language_model(place: str, trust: bool = False) -> LanguageModel:
     """The model of a run, or of a folder of transformers or peft. Raises UserError."""
     if model := plain_model(place):
         return model
-    run = open_run(place, trust)
+    run = open_run(finished_run(place), trust)
     return language_model_of(run, require_capability(run, Generates, "chat", "continues no text"))
 
 

@@ -113,6 +113,7 @@ def compress(words: Sequence[str]) -> int:
     points = pareto.points_of(list(runs.values()), contents.models)
     chosen = pareto.choose(points, options.choose)
     copied = pareto.copy(chosen, run.folder / "chosen")
+    run.record_export(run.folder / "chosen")
     text = "\n\n".join((text_of(contents, folder), pareto.text_of(points, chosen, options.choose, copied)))
     front = [one.name for one in pareto.front(points)]
     choice = {"pareto": front, "choice": chosen.name, "chosen": str(copied)}

@@ -17,7 +17,7 @@ from isobatch.core.terminal import format_metrics, print_answer, print_lines
 from isobatch.data.base import TEST, fingerprint, in_train, load, save
 from isobatch.data.digests import file_hash
 from isobatch.engine.registry import workload_of
-from isobatch.engine.runs.run_folder import run_around, runs_named
+from isobatch.engine.runs.run_folder import finished_run, run_around
 from isobatch.launch.local.arguments import read_command
 from isobatch.launch.local.run_setup import DataOptions, locate_data, one_run, open_run, plan_for_this_machine
 from isobatch.models import hub, lora
@@ -57,11 +57,14 @@ def evaluate(words: Sequence[str]) -> int:
     of one, such as RUN/chosen: then that is measured.
     """
     positional, options = read_command(words, EvaluateOptions, "evaluate")
-    place = runs_named(one_run(positional, "evaluate"))[-1]
+    if len(positional) == 2 and Path(positional[1]).is_file():
+        raise UserError(f"evaluate: a file of samples is given as --test {positional[1]}")
+    place = finished_run(one_run(positional, "evaluate"))
     form, around = onnx_file(place), run_around(place)
     if form and not around:
         raise UserError(f"{place}: is in no run, by which rows are read: evaluate it there, as RUN/chosen")
     run = open_run((form and around) or place, options.trust)
+    say_changed(run)
     given = {"--split": options.split, "--test": options.test, "--lm-eval": options.lm_eval}
     if len(both := [flag for flag, value in given.items() if value]) > 1:
         raise UserError(f"{' and '.join(both)} exclude each other: give one of them")
@@ -202,8 +205,11 @@ def require_capability(run: RunFolder, capability: type[T], command: str, refusa
         raise UserError(f"{command}: {run.folder} trained {run.recipe.task}, which {refusal}")
     if not run.final.is_dir():
         raise UserError(f"{run.folder} has no final/ yet: {run.why_unfinished()}")
-    if changed := run.changed_export(only_later=True):
-        print_lines(
-            f"{run.final}: {', '.join(changed[:3])}: not as the run wrote it (`inspect {run.folder}`)"
-        )
+    say_changed(run)
     return task
+
+
+def say_changed(run: RunFolder) -> None:
+    """Name files of a run's model, in any form, that are not as the run wrote them."""
+    if changed := ", ".join(run.changed_export(only_later=True)[:3]):
+        print_lines(f"{run.folder}: {changed}: not as the run wrote it (`inspect {run.folder}`)")

@@ -59,7 +59,7 @@ def export(words: Sequence[str]) -> int:
     RUN/exports/, checked against the trained model, with the line to type next; exit 3 where an exported
     model answers otherwise than the trained one.
     """
-    run, options = open_single_run(words, "export", ExportOptions)
+    run, options = open_single_run(words, "export", ExportOptions, finished=True)
     task = require_capability(run, Exports, "export", f"has no other form than {run.final}")
     wanted = _wanted(task, run.recipe.task, options)
     if any(kind.startswith("onnx") for kind in wanted):
@@ -130,6 +130,7 @@ def export_form(run: RunFolder, kind: str, data_path: str | None = None) -> dict
             atomic_files.share_as_umask_allows(unchecked)
             shutil.rmtree(folder, ignore_errors=True)
             unchecked.rename(folder)
+            run.record_export(folder)
         finally:
             shutil.rmtree(unchecked, ignore_errors=True)
     return figures

@@ -89,7 +89,7 @@ def check_records(run: RunFolder) -> Iterator[Check]:
         except DAMAGE as error:
             damaged[record] = f"cannot be read: {first_line(error)[:200]}"
     if run.status_or_none() == "done" and (changed := ", ".join(run.changed_export())):
-        damaged["final/"] = f"{changed}: missing, changed or added since the run wrote it"
+        damaged["model"] = f"{changed}: missing, changed or added since the run wrote it"
     for record, text in damaged.items():
         yield broken(record, text, "copy it from where the run came from; plan and summary are written anew")
     if not damaged:

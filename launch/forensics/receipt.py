@@ -83,7 +83,7 @@ def receipt(words: Sequence[str]) -> int:
 
     The run's records are checked first: a receipt of a run that `verify --level records` refuses is not made.
     """
-    run, options = run_setup.open_single_run(words, "receipt", ReceiptOptions)
+    run, options = run_setup.open_single_run(words, "receipt", ReceiptOptions, finished=True)
     run_setup.locate_data(run, run.recipe, options.data)
     file = Path(options.out).expanduser() if options.out else run.folder / FILE
     content = receipt_of(run)
@@ -183,8 +183,12 @@ def _folder(file: Path, content: Content, options: AuditOptions) -> Iterator[tup
 def _check_against_run(run: RunFolder, content: Content, options: AuditOptions, found: Finding) -> None:
     """With the run's folder: it says the same, and is verified."""
     other = receipt_of(run)
-    parts = sorted(name for name in receipts.PARTS if content[name] != other[name])
+    exports, there = content.pop("exports", {}), run.exports()  # forms are exported, or left away, later too
+    parts = sorted(name for name in content if content[name] != other[name])
+    parts += [name for name in exports if exports[name] != there.get(name, exports[name])]
     check(not parts, f"{run.folder} says otherwise: {', '.join(parts)}")
+    found.unknown += [f"{name}/, which is not here" for name in exports if name not in there]
+    found.unknown += [f"{name}/, which the receipt does not name" for name in there if name not in exports]
     found.checked.append(f"{run.folder} is the run")
     report = verify_run(run, VerifyOptions(steps=options.steps, processes=options.processes))
     found.problems += report["problems"]

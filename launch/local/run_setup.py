@@ -30,7 +30,14 @@ from isobatch.engine.machine.detect import detect
 from isobatch.engine.planning.choices import remarks_on_plan
 from isobatch.engine.planning.estimate import Target
 from isobatch.engine.registry import workload_of
-from isobatch.engine.runs.run_folder import FolderTakenError, RunFolder, free_folder, list_runs, run_name
+from isobatch.engine.runs.run_folder import (
+    FolderTakenError,
+    RunFolder,
+    finished_run,
+    free_folder,
+    list_runs,
+    run_name,
+)
 from isobatch.engine.runs.summary import first_held_out
 from isobatch.engine.task_files import task_file_problem
 from isobatch.engine.verification.tolerance import TOLERANCE
@@ -138,14 +145,16 @@ def one_run(positional: Sequence[str], command: str) -> str:
 
 
 def open_single_run(
-    words: Sequence[str], command: str, kind: type, runs_code: bool = True
+    words: Sequence[str], command: str, kind: type, runs_code: bool = True, finished: bool = False
 ) -> tuple[RunFolder, Any]:
     """The run that the one positional word names, and the options. Raises UserError.
 
-    `runs_code`: whether the command executes the run's code, to which the user has to agree.
+    `runs_code`: whether the command executes the run's code, to which the user has to agree. `finished`:
+    whether it needs a run that is done.
     """
     positional, options = read_command(words, kind, command)
-    place = one_run(positional, command)
+    named = one_run(positional, command)
+    place = finished_run(named) if finished else named
     return open_run(place, options.trust) if runs_code else RunFolder.open(place), options
 
 

@@ -87,6 +87,8 @@ def verify_run(run: RunFolder, options: VerifyOptions, owns_process: bool = True
     if (log := proof.log) is not None:
         proof.covered += versions_apart(run)
         proof.unproven += log.unproven
+        unknown = [name for name, digests in run.exports().items() if digests is None]
+        proof.trusted += [f"{name}/, of which there is no record" for name in unknown]
         if options.level == "records":
             proof.trusted.insert(0, "losses, weights, final/ and metrics (--level steps computes them again)")
         elif HOOK_CODE in run.recipe.options:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,9 +21,9 @@ from isobatch.data import tokenizers
 from isobatch.data.text.plain_text import TokenizationSettings
 from isobatch.data.tokenized import TOKENIZER_FILE
 from isobatch.engine.registry import workload_of
-from isobatch.engine.runs.run_folder import RunFolder, runs_named
+from isobatch.engine.runs.run_folder import RunFolder, finished_run, run_around
 from isobatch.launch.commands import chat
-from isobatch.launch.commands.evaluate import require_capability
+from isobatch.launch.commands.evaluate import require_capability, say_changed
 from isobatch.launch.commands.export import PARITY
 from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.local.run_setup import is_prepared, open_run
@@ -179,7 +179,7 @@ class Answerer:
             answers = dict(zip(samples, self.predict(list(samples.values())), strict=True))
             for mark in MARKS:  # as a recommender's answers have in service
                 marks[mark] += [answer.pop(mark) for answer in answers.values() if mark in answer]
-            blank = blank or _without_values(next(iter(answers.values())))
+            blank = blank or tables.without_values(next(iter(answers.values())))
             withheld.update(one["abstained"] for one in answers.values() if "abstained" in one)
             yield [tables.beside(row, answers.get(place, blank)) for place, (_, row) in enumerate(chunk)]
         said = [
@@ -192,10 +192,6 @@ class Answerer:
         if isinstance(self.predict, prediction.TextClassifier) and (drifted := self.predict.drift()):
             said.append(f"the texts differ from those of validation (in brackets): {'; '.join(drifted)}")
         print_lines(*said)
-
-
-def _without_values(answer: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: _without_values(v) if isinstance(v, dict) else None for k, v in answer.items()}
 
 
 def format_row(row: dict[str, Any]) -> str:
@@ -213,12 +209,12 @@ def _format_value(value: Any) -> str:
 
 def find_model(where: str, trust: bool) -> Found:
     """What `where` names. Raises UserError."""
-    path = runs_named(where)[-1]
+    path = finished_run(where)
     if not (path / "recipe.json").is_file() and (file := prediction.onnx_file(path)):
         return file
     if path.suffix == ".onnx":
         raise UserError(f"{where}: there is no such file{nearest_file(where)}")
-    return chat.plain_model(where) or open_run(where, trust)
+    return chat.plain_model(where) or open_run(path, trust)
 
 
 def task_of(run: RunFolder) -> Any:
@@ -233,6 +229,8 @@ def open_answerer(found: Found, options: ModelOptions) -> Answerer:
     doing("loading the model")
     if isinstance(found, Path):
         _refuse_unread(options, "an ONNX file", "precision", "threshold", *prediction.COLUMNS)
+        if run_path := run_around(found):
+            say_changed(RunFolder(run_path))
         return _classifier(prediction.open_onnx(found), options)
     if isinstance(found, chat.LanguageModel):
         return _writer(found, options.text_column, options)

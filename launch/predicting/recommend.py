@@ -132,7 +132,7 @@ def recommend(words: Sequence[str]) -> int:
     [--by model|popularity|recent|knn|ease|als|blend] [--top 10] [--json]
     [--user-column NAME] [--item-column NAME]
     """
-    run, options = open_single_run(words, "recommend", RecommendOptions)
+    run, options = open_single_run(words, "recommend", RecommendOptions, finished=True)
     asked = [options.user, options.items, options.guests, options.similar_to]
     if (given := len(asked) - asked.count(None)) > 1 or not (given or options.out):
         raise UserError(

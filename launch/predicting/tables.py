@@ -89,6 +89,11 @@ def beside(row: Mapping[str, Any], answer: Mapping[str, Any]) -> dict[str, Any]:
     return {(f"input.{k}" if k in answer else k): v for k, v in row.items()} | dict(answer)
 
 
+def without_values(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """What stands where there is no answer, in the form of one."""
+    return {k: without_values(v) if isinstance(v, dict) else None for k, v in answer.items()}
+
+
 def open_writer(
     path: Path, ending: str, first: Any, opened: contextlib.ExitStack, semicolons: bool = False
 ) -> Callable[[Rows], Any]:

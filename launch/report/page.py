@@ -19,7 +19,7 @@ from isobatch.core.measures import counted, printable
 from isobatch.core.package import call_in_child
 from isobatch.core.terminal import doing, on_screen, print_answer, print_lines, rendered, table
 from isobatch.engine.machine.detect import cpu_model, detect
-from isobatch.engine.runs.run_folder import SWEEP, RunFolder, runs_named
+from isobatch.engine.runs.run_folder import SWEEP, RunFolder, finished_run
 from isobatch.launch.local.arguments import read_command
 from isobatch.launch.local.run_setup import AnswerOptions, held_out, open_run
 from isobatch.launch.report import records, sweeps
@@ -55,7 +55,7 @@ def report(words: Sequence[str]) -> int:
         raise UserError("report: give the folders of one or more runs, the baseline first")
     if Path(options.to or "").suffix.lower() in (".html", ".pdf", ".md", ".json"):
         raise UserError(f"--to {options.to}: give a folder: a browser prints the report.html in it as PDF")
-    folders = [runs_named(place)[-1] for place in positional]
+    folders = [finished_run(place) for place in positional]
     found = {one: sweeps.read(one, options.metric) for one in folders if (one / SWEEP).is_file()}
     if options.metric and not found:
         raise UserError(f"--metric {options.metric}: is for a sweep, as in: report runs/sweep-NAME")

@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import nearest_hint
-from isobatch.launch.predicting.tables import ITEMS_COLUMN, UserReader
+from isobatch.launch.predicting.tables import ITEMS_COLUMN, UnansweredRowError, UserReader, without_values
 
 if TYPE_CHECKING:
     from isobatch.launch.predicting.predict import Answerer
@@ -129,18 +129,23 @@ def prediction_app(name: str, answerer: Answerer) -> Starlette:
     queue = BatchingQueue(answerer.predict)
 
     async def predict(request: Request) -> Response:
-        answers, samples = [], _samples(await read_body(request), answerer)
+        answers, (samples, unanswered) = [], _samples(await read_body(request), answerer)
         for start in range(0, len(samples), PART_SAMPLES):
             if await request.is_disconnected():
                 raise ClientDisconnect
             answers += await queue.ask(samples[start : start + PART_SAMPLES])
+        blank = without_values(answers[0])
+        for place, why in unanswered.items():  # in order: each finds those before it in their places
+            answers.insert(place, {**blank, "error": why})
         return JSONResponse({"model": name, "predictions": answers})
 
     return application([Route("/predict", predict, methods=["POST"])], name)
 
 
-def _samples(body: dict[str, Any], answerer: Answerer) -> list[Any]:
-    """Raises HTTPException, and UserError for a text or row that cannot be read."""
+def _samples(body: dict[str, Any], answerer: Answerer) -> tuple[list[Any], dict[int, str]]:
+    """The samples, and place -> why one has no answer. Raises HTTPException, and UserError for a text or row
+    that cannot be read, or where none has an answer.
+    """
     rows, top, without = answerer.rows, None, list[Any]()
     users = rows if isinstance(rows, UserReader) else None
     refuse_unknown(body, ("texts", "rows", *(LIST_FIELDS if users else ())))
@@ -164,9 +169,16 @@ def _samples(body: dict[str, Any], answerer: Answerer) -> list[Any]:
     if users and field == "texts":
         values = [{users.column or "user": value} for value in values]
     read = rows.from_row if users or field == "rows" else rows.from_text
-    samples = [read(value, f"{field}[{n}]") for n, value in enumerate(values)]
+    samples, unanswered = list[Any](), dict[int, str]()
+    for place, value in enumerate(values):
+        try:
+            samples.append(read(value, f"{field}[{place}]"))
+        except UnansweredRowError as error:
+            unanswered[place] = str(error)
+    if not samples:
+        raise UserError(unanswered[0])
     out = tuple(dict.fromkeys(map(str, without)))
-    return [one._replace(top=top, without=out) for one in samples] if users else samples
+    return [one._replace(top=top, without=out) for one in samples] if users else samples, unanswered
 
 
 def application(routes: list[Route], name: str) -> Starlette:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.tests.integration.helpers import (
     figure,
     furthest,
@@ -175,6 +176,17 @@ def test_compress_is_the_chain_and_goes_on_where_it_stood(home: Path) -> None:
     succeed(*words, cwd=home)
     assert (home / "chained" / "chain-qat" / "report" / "report.html").is_file()
     assert (home / "chained" / "chain-classifier" / "metrics.jsonl").read_bytes() == first
+    for stage in stages:
+        run = RunFolder(home / "chained" / stage)
+        assert ("chosen" in run.exports()) == (stage == "chain-qat")
+        assert run.exports()
+        assert None not in run.exports().values(), "each has its record"
+        assert run.changed_export() == []
+    chosen = home / "chained" / "chain-qat" / "chosen"
+    said = "chosen/config.json: not as the run wrote it"
+    assert said not in launch("predict", str(chosen), "a text", cwd=home).stderr
+    (chosen / "config.json").write_bytes((chosen / "config.json").read_bytes() + b" ")
+    assert said in launch("predict", str(chosen), "a text", cwd=home).stderr
     other = launch(*words, "--name", "other", "--embedding-bits", "4", cwd=home)  # the last stage is another
     assert other.returncode == 0, other.stderr
     assert "chained/chain-pruning has this recipe and is done: it is this stage" in other.stderr

@@ -15,8 +15,10 @@ import isobatch
 from isobatch.core.errors import TrainingError, UserError
 from isobatch.core.recipe import Recipe
 from isobatch.engine.forensics import receipt as receipts
+from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.forensics.receipt import AuditOptions, Finding, audit, audit_receipt, receipt
 from isobatch.launch.local.process_state import preserve_process_state
+from isobatch.launch.local.verify_run import VerifyOptions, verify_run
 from isobatch.tests.paths import ROOT
 
 if TYPE_CHECKING:
@@ -192,7 +194,40 @@ def test_a_run_that_was_changed_has_no_receipt(made: Fixtures, tmp_path: Path) -
     (run / "final" / "model.safetensors").write_bytes(b"")
     with pytest.raises(TrainingError, match="is not what its recipe says"):
         receipt([str(run)])
-    assert any("final/ is not what the run wrote" in p for p in audited(made.file, run=str(run)).problems)
+    said = "missing, changed or added since the run wrote it: final/model.safetensors"
+    assert any(said in p for p in audited(made.file, run=str(run)).problems)
+
+
+def with_export(made: Fixtures, folder: Path) -> tuple[RunFolder, Path]:
+    """A copy of the run with a form that was exported and chosen, and its receipt."""
+    run = RunFolder(shutil.copytree(made.run, folder / "copy"))
+    for place in ("exports/onnx", "chosen"):
+        (run.folder / place).mkdir(parents=True)
+        (run.folder / place / "config.json").write_text('{"threshold": 0.9}')
+        run.record_export(run.folder / place)
+    assert receipt([str(run.folder)]) == 0
+    return run, run.folder / "receipt.json"
+
+
+@pytest.mark.parametrize("place", ["exports/onnx", "chosen"])
+def test_what_is_served_is_in_verify_and_in_the_receipt(place: str, made: Fixtures, tmp_path: Path) -> None:
+    run, file = with_export(made, tmp_path)
+    honest = audited(file)
+    assert honest.problems == []
+    assert not any(place in said for said in honest.unknown)
+    served = run.folder / place
+    (served / "config.json").write_text('{"threshold": 0.1}')
+    report = verify_run(run, VerifyOptions(level="records"))
+    assert report["problems"] == [f"missing, changed or added since the run wrote it: {place}/config.json"]
+    run.record_export(served)  # who changes the record too is found by the receipt
+    assert verify_run(run, VerifyOptions(level="records"))["problems"] == []
+    assert audited(file).problems == [f"{run.folder} says otherwise: {place}"]
+    served.with_name(f"{served.name}.json").unlink()
+    assert audited(file).problems == [f"{run.folder} says otherwise: {place}"]
+    trusted = verify_run(run, VerifyOptions(level="records"))["trusted"]
+    assert f"{place}/, of which there is no record" in trusted
+    shutil.rmtree(served)
+    assert f"{place}/, which is not here" in audited(file).unknown
 
 
 def new_key(folder: Path, name: str) -> Path:

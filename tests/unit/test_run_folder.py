@@ -16,7 +16,15 @@ from isobatch.core.errors import UserError
 from isobatch.core.facts import Facts
 from isobatch.core.recipe import Recipe
 from isobatch.engine.checkpointing.digests import folder_digests
-from isobatch.engine.runs.run_folder import RunFolder, Verdict, free_folder, list_runs, run_name
+from isobatch.engine.runs.run_folder import (
+    RunFolder,
+    Verdict,
+    finished_run,
+    free_folder,
+    list_runs,
+    run_name,
+    runs_named,
+)
 from isobatch.engine.runs.run_options import RunOptions
 
 if TYPE_CHECKING:
@@ -153,6 +161,28 @@ def test_a_run_is_known_by_its_recipe_file(tmp_path: Path) -> None:
     assert list(list_runs(tmp_path / "nowhere")) == []
 
 
+@pytest.mark.parametrize(
+    ("states", "newest_done"),
+    [
+        (("done", "done", "done"), "qat"),
+        (("done", "done", "failed"), "pruning"),
+        (("done", "stopped", ""), "classifier"),
+        (("failed", "", ""), "qat"),  # which says how it stands
+    ],
+)
+def test_a_chains_name_is_its_newest_stage_and_for_a_model_the_newest_that_is_done(
+    states: tuple[str, ...], newest_done: str, tmp_path: Path
+) -> None:
+    for age, (task, state) in enumerate(zip(("classifier", "pruning", "qat"), states, strict=True)):
+        run = RunFolder.create(tmp_path / f"post-{task}", Recipe(task=task), FACTS, RunOptions())
+        os.utime(run.folder / "recipe.json", (age, age))
+        if state:
+            run.write_summary({"status": state})
+    assert runs_named(tmp_path / "post")[-1].name == "post-qat"
+    assert finished_run(tmp_path / "post").name == f"post-{newest_done}"
+    assert finished_run(tmp_path / "post-qat").name == "post-qat", "a run's own name is this run"
+
+
 def test_a_run_has_a_name_that_any_file_system_takes() -> None:
     recipe = Recipe(task="/home/me/my tasks/mine.py:MyTask")
     assert run_name(recipe) == f"mine-py-MyTask-{recipe.hash()}"
@@ -204,21 +234,30 @@ def test_weights_can_be_read_by_whom_the_umask_allows(umask: int, mode: int, tmp
     assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == mode
 
 
+@pytest.mark.parametrize("place", ["final", "exports/onnx", "chosen"])
 @pytest.mark.parametrize("only_later", [False, True])
-def test_what_was_changed_of_a_model_since_it_was_written(only_later: bool, tmp_path: Path) -> None:
-    run = RunFolder(tmp_path)
+def test_what_was_changed_of_a_model_since_it_was_written(
+    only_later: bool, place: str, tmp_path: Path
+) -> None:
+    run, folder = RunFolder(tmp_path), tmp_path / place
+    (folder / "part").mkdir(parents=True)
     assert run.changed_export(only_later) == [], "nothing says what was written"
-    (run.final / "part").mkdir(parents=True)
     for name in ("a.json", "part/b.json", "c.json"):
-        (run.final / name).write_text("{}")
-    written = folder_digests(run.final)
-    atomic_files.append_row(run.metrics, {"phase": "train", "step": 7, "final": written})
-    log = run.metrics.stat()
-    os.utime(run.metrics, ns=(log.st_atime_ns, log.st_mtime_ns + 50_000_000))
+        (folder / name).write_text("{}")
+    record = run.metrics
+    if folder == run.final:
+        atomic_files.append_row(record, {"phase": "train", "step": 7, "final": folder_digests(folder)})
+    else:
+        assert run.exports() == {place: None}
+        run.record_export(folder)
+        record = folder.with_name(f"{folder.name}.json")
+        assert run.exports() == {place: folder_digests(folder)}
+    log = record.stat()
+    os.utime(record, ns=(log.st_atime_ns, log.st_mtime_ns + 50_000_000))
     assert run.changed_export(only_later) == []
     time.sleep(0.06)  # beyond what a file system's clock parts
-    (run.final / "part" / "b.json").write_text("[]")
-    (run.final / "evil.py").touch()
-    (run.final / "c.json").unlink()
-    (run.final / "a.json").write_text("{}")  # written again as it was
-    assert run.changed_export(only_later) == ["c.json", "evil.py", "part/b.json"]
+    (folder / "part" / "b.json").write_text("[]")
+    (folder / "evil.py").touch()
+    (folder / "c.json").unlink()
+    (folder / "a.json").write_text("{}")  # written again as it was
+    assert run.changed_export(only_later) == [f"{place}/{n}" for n in ("c.json", "evil.py", "part/b.json")]

@@ -17,7 +17,7 @@ from starlette.testclient import TestClient
 
 from isobatch.core.errors import UserError
 from isobatch.launch.predicting.predict import Answerer
-from isobatch.launch.predicting.tables import TextReader
+from isobatch.launch.predicting.tables import SequenceReader, TextReader, WordReader
 from isobatch.launch.serving import app as serving_app
 from isobatch.launch.serving import command, guard
 from isobatch.launch.serving.app import prediction_app
@@ -39,6 +39,36 @@ def door(*hosts: str, key: str | None = None) -> Door:
     model: Future[Any] = Future()
     model.set_result(prediction_app("p", Answerer(echo, TextReader(pairs=False))))
     return Door("p", model, list(hosts), key)
+
+
+EMPTY = {
+    "texts": (TextReader(pairs=False), ["a", "", "b", "  ", "c"], {1: "is empty", 3: "is empty"}),
+    "pairs": (TextReader(pairs=True), [["a", "b"], ["a", ""], ["c", "d"]], {1: "is empty"}),
+    "words": (WordReader(), [["a"], [], ["", "b"]], {1: "is an empty list", 2: "is empty"}),
+    "sequences": (SequenceReader(), ["", [1, 2], "a"], {0: "is empty"}),
+}
+
+
+@pytest.mark.parametrize("kind", EMPTY)
+def test_an_empty_sample_has_an_empty_answer_that_says_why_and_the_others_have_theirs(kind: str) -> None:
+    reader, values, empty = EMPTY[kind]
+
+    def answer(samples: Sequence[Any]) -> list[dict[str, Any]]:
+        return [{"says": one, "each": {"a": 0.5}} for one in samples]
+
+    client = TestClient(prediction_app("p", Answerer(answer, reader)))
+    found = client.post("/predict", json={"texts": values}).json()["predictions"]
+    for place, (value, one) in enumerate(zip(values, found, strict=True)):
+        if why := empty.get(place):
+            assert one.pop("error") == f"texts[{place}]: {why}: leave it out"
+            assert one == {"says": None, "each": {"a": None}}
+        else:
+            assert one == {"says": value, "each": {"a": 0.5}}
+    refused = client.post("/predict", json={"texts": [values[place] for place in empty]})
+    assert refused.status_code == 400, "where none has an answer"
+    assert refused.json()["error"]["message"] == f"texts[0]: {next(iter(empty.values()))}: leave it out"
+    wrong = client.post("/predict", json={"texts": [*values, 7]})
+    assert wrong.status_code == 400, "what is no text is a fault of the program that asks"
 
 
 def status(door: Door, path: str = "/", **headers: str) -> int:
