@@ -11,8 +11,10 @@ from isobatch.core.flags import flags_of
 from isobatch.launch.clusters.kubernetes.job import KubernetesOptions
 from isobatch.launch.clusters.ray.driver import RayOptions
 from isobatch.launch.clusters.slurm.options import SlurmOptions
+from isobatch.launch.commands.evaluate import EvaluateOptions, evaluate
 from isobatch.launch.local.arguments import Request, known_flags, parse_request
 from isobatch.launch.local.words import OF_CLUSTERS, SYNONYMS, VALUES, WORDS, translate
+from isobatch.launch.predicting.predict import PredictOptions
 from isobatch.launch.predicting.recommend import RecommendOptions
 
 if TYPE_CHECKING:
@@ -48,6 +50,16 @@ def refusal(*words: str, task: str = "causal-lm") -> str:
 def test_a_range_of_other_tools_is_answered_with_ours(text: str) -> None:
     assert "a range is --lr 1e-4..1e-2 --trials 8" in refusal("--lr", text)
     assert "a range" not in refusal("--lr", "fast")
+
+
+def test_held_out_data_is_understood_however_its_flag_is_called(tmp_path: Path) -> None:
+    (rows := tmp_path / "rows.csv").write_text("text,label\na,b\n")
+    of_evaluate = flags_of(EvaluateOptions)
+    assert translate({"validation": "0.3"}, known_flags("classifier")).flags == {"valid": "0.3"}
+    assert translate({"file": "rows.csv"}, of_evaluate).flags == {"test": "rows.csv"}
+    assert translate({"file": "rows.csv"}, flags_of(PredictOptions)).flags == {"file": "rows.csv"}
+    with pytest.raises(UserError, match=f"a file of samples is given as --test {rows}"):
+        evaluate(["runs/one", str(rows)])
 
 
 NAMES = {"learning_rate": "0.5", "num_epochs": "3", "max_seq_length": "3", "output_dir": "x", "gpus": "3"}

@@ -198,6 +198,11 @@ def test_a_run_that_was_changed_has_no_receipt(made: Fixtures, tmp_path: Path) -
     assert any(said in p for p in audited(made.file, run=str(run)).problems)
 
 
+def test_a_receipt_from_before_exports_were_named_holds(made: Fixtures, tmp_path: Path) -> None:
+    file = edited(made, tmp_path, lambda content: content.pop("exports"))
+    assert audited(file, run=str(made.run)).problems == []
+
+
 def with_export(made: Fixtures, folder: Path) -> tuple[RunFolder, Path]:
     """A copy of the run with a form that was exported and chosen, and its receipt."""
     run = RunFolder(shutil.copytree(made.run, folder / "copy"))
