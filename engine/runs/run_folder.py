@@ -82,8 +82,9 @@ def runs_named(place: str | Path) -> list[Path]:
 
 def finished_run(place: str | Path) -> Path:
     """The last of `runs_named`; of a chain's stages the newest that is done, where one is."""
-    found = runs_named(place)
-    return next((one for one in reversed(found) if RunFolder(one).status_or_none() == "done"), found[-1])
+    *others, newest = runs_named(place)
+    stages = (newest, *reversed(others)) if others else ()  # a single run is checked before it is read
+    return next((one for one in stages if RunFolder.open(one).status_or_none() == "done"), newest)
 
 
 def no_run(path: Path) -> str:
