@@ -105,6 +105,8 @@ class Interactions(TokenizedData):
                     alone = self._tables(path)[0]
                     way = f"; --data {alone} reads the interactions alone" if alone.is_file() else ""
                     raise UserError(f"--data {path}: there is no {file.name}{way}")
+            if path.is_dir() and not self._folder_format(path):
+                formats.refuse_twins(path, self._tables(path))
         elif self.recipe.data != corpora.DEMO:
             corpora.require_dataset(self.recipe.data)
             raise UserError(f"--data {self.recipe.data}: give a folder or file; hub data has no one form")

@@ -5,14 +5,21 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isobatch.core.errors import UserError
 from isobatch.data.interactions import tables
-from isobatch.data.readers import SPLIT_NAMES, name_columns, open_parquet, require_name
+from isobatch.data.readers import (
+    DELIMITERS,
+    SPLIT_NAMES,
+    name_columns,
+    open_parquet,
+    open_utf8,
+    require_name,
+)
 from isobatch.data.tables.delimited import (
     ATOMIC,
     ATOMIC_TYPE,
@@ -115,6 +122,32 @@ def find_tables(path: Path, file_format: str | None) -> list[Path]:
     return [f for f in known if f in found or _side_of(f)]
 
 
+def refuse_twins(folder: Path, read: Sequence[Path]) -> None:
+    """Raise UserError for a text table that is not read and begins with the header of one that is, as a day's
+    orders would beside those of the year under a name that says nothing.
+    """
+    headers = {_first_line(file): file for file in read if _named(file)[2] in DELIMITERS}
+    for file in _files_in(folder):
+        is_text = file not in read and _named(file)[2] in DELIMITERS
+        if is_text and (line := _first_line(file)).strip() and (twin := headers.get(line)):
+            way = f"name it {twin.name.partition('.')[0]}-{file.name}, or take it out of the folder"
+            why = f"{file.name} has the columns of {twin.name} and is not read"
+            raise UserError(f"--data {folder}: {why}: {way}")
+
+
+def _first_line(file: Path) -> bytes:
+    with open_utf8(file) as stream:
+        return stream.readline().rstrip(b"\r\n")
+
+
+def _is_bare(file: Path) -> bool:
+    """Whether a text table has a header alone."""
+    if _named(file)[2] not in DELIMITERS:
+        return False
+    with open_utf8(file) as stream:
+        return not any(line.strip() for line in itertools.islice(stream, 1, None))
+
+
 def _files_in(folder: Path) -> list[Path]:
     """The files of a folder that are not hidden, 2 before 10; where it has no tables those of its folders."""
     for pattern in ("*", "**/*"):
@@ -169,6 +202,11 @@ def read_tables(path: Path, file_format: str | None, options: Any) -> RawInterac
     found = RawInteractions({}, {k: t.text for k, t in texts["user"].items()}, texts["item"], notes=notes)
     for split, fs in splits.items():
         if fs:
+            headers = Counter(_first_line(f) for f in fs if _named(f)[2] in DELIMITERS)
+            bare = [f for f in fs if _is_bare(f) and (not _first_line(f) or headers[_first_line(f)] > 1)]
+            if bare and len(bare) < len(fs):
+                fs = [f for f in fs if f not in bare]
+                notes.append(f"left out, as they hold no rows: {', '.join(f.name for f in bare[:8])}")
             parts = [
                 _open_interactions(f, file_format, options, [] if n else notes) for n, f in enumerate(fs)
             ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,8 +61,8 @@ def kept_rows(
     many these are, a line). `sides`: those with vectors of their own, of `user` and `item`.
 
     New ones begin with the mean (-1), or with zeros (-2) where training has nothing of them, or where their
-    texts speak for them. Raises UserError where `final` has no names, where most users are gone, as in data
-    of a day alone, or where of a side none is known and no texts are read.
+    texts speak for them. Raises UserError where `final` has no names, where most users or interactions are
+    gone, as in data of a day alone, or where of a side none is known and no texts are read.
     """
     before, places = _places(final, folder)
     known, found, said, fits = Catalogue.read(folder), dict[str, np.ndarray](), list[str](), True
@@ -76,12 +76,36 @@ def kept_rows(
         rows[np.setdiff1d(np.flatnonzero(rows < 0), trained[what])] = -2
         found[f"{what}_bias.weight"] = rows
         found[f"{what}_ids.weight"] = np.where(rows < 0, -2, rows) if reads_texts else rows
+    lost, had = 0, _vectors(final, "had")
+    if had is not None and (lost := len(np.setdiff1d(had, _pairs(before, places, known)[0]))):
+        said.append(f"{lost:,} of its {len(had):,} interactions are not in the data")
     line = f"--from {final.parent}: {'; '.join(said)}"
     is_day = 0 < 2 * int((places["user"] >= 0).sum()) < before["user"]
+    is_day |= had is not None and 2 * lost > len(had)
     if is_day or not (fits or reads_texts):
         way = "all interactions, not those of a day alone," if is_day else "data with the ids of that run,"
         raise UserError(f"{line}: give {way} or --like {final.parent}, which takes its recipe alone")
     return found, line
+
+
+def _pairs(
+    before: Mapping[str, int], places: Mapping[str, np.ndarray], known: Catalogue
+) -> tuple[np.ndarray, np.ndarray]:
+    """(n,) the data's interactions by the numbers of an earlier run, -1 for those of new users or items; (n,)
+    bool: which are held out.
+    """
+    owner = np.repeat(np.arange(len(known.trained)), np.diff(known.starts))
+    user, item = places["user"][owner].astype(np.int64), places["item"][known.history]
+    pairs = np.where((user >= 0) & (item >= 0), user * before["item"] + item, -1)
+    return pairs, np.arange(len(owner)) - known.starts[owner] >= known.trained[owner]
+
+
+def _vectors(final: Path, name: str) -> np.ndarray | None:
+    """An array of an earlier run; None where it wrote none."""
+    if not (final / VECTORS_FILE).is_file():
+        return None
+    with safe_open(final / VECTORS_FILE, "np") as file:
+        return file.get_tensor(name) if name in file.keys() else None  # noqa: SIM118, an object without `in`
 
 
 def trained_before(final: Path, folder: str | Path) -> str:
@@ -89,15 +113,13 @@ def trained_before(final: Path, folder: str | Path) -> str:
     was on none, or does not say which pairs it held out.
     """
     (before, places), known = _places(final, folder), Catalogue.read(folder)
-    owner = np.repeat(np.arange(len(known.trained)), np.diff(known.starts))
-    is_held_out = np.arange(len(owner)) - known.starts[owner] >= known.trained[owner]
-    user, item = places["user"][owner[is_held_out]], places["item"][known.history[is_held_out]]
-    with safe_open(final / VECTORS_FILE, "np") as file:
-        if "held_out" not in file.keys():  # noqa: SIM118, an object without `in`
-            return ""
-        learnt = np.setdiff1d(file.get_tensor("had"), file.get_tensor("held_out"))
-    same = int((np.isin(user * before["item"] + item, learnt) & (user >= 0) & (item >= 0)).sum())
-    said = f"it was trained on {same:,} of the {len(user):,} interactions that are held out now"
+    pairs, is_held_out = _pairs(before, places, known)
+    had, held_out = (_vectors(final, name) for name in ("had", "held_out"))
+    if had is None or held_out is None:
+        return ""
+    learnt = np.setdiff1d(had, held_out)
+    same = int(np.isin(pairs[is_held_out], learnt).sum())
+    said = f"it was trained on {same:,} of the {is_held_out.sum():,} interactions that are held out now"
     way = "figures flatter it, but for what was bought again: keep its --split, and hold out in both"
     return f"--from {final.parent}: {said}, so that {way}" if same else ""
 

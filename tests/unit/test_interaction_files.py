@@ -11,7 +11,7 @@ import pytest
 
 from isobatch.core.errors import UserError
 from isobatch.core.recipe import Recipe
-from isobatch.data.interactions import log_splits
+from isobatch.data.interactions import formats, log_splits
 from isobatch.data.interactions.dataset import InteractionOptions, Interactions
 from isobatch.data.interactions.formats import read_tables
 from isobatch.data.interactions.log_splits import Numbering, read_log
@@ -145,6 +145,27 @@ DAYS = {
 }
 
 
+@pytest.mark.parametrize("name", ["yesterday.csv", "2024-01-04.csv", "yesterday.csv.gz"])
+def test_a_table_that_is_no_log_by_its_name_alone_is_not_passed_over(name: str, tmp_path: Path) -> None:
+    text = "".join(",".join(row) + "\n" for row in [NAMES, *rows()])
+    (tmp_path / "orders.csv").write_text(text)
+    (tmp_path / "notes.csv").write_text("day,what\n1,rain\n")
+    formats.refuse_twins(tmp_path, [tmp_path / "orders.csv"])
+    (tmp_path / name).write_bytes(gzip.compress(text.encode()) if name.endswith("gz") else text.encode())
+    with pytest.raises(UserError, match=f"not read: name it orders-{name}, or"):
+        formats.refuse_twins(tmp_path, formats.find_tables(tmp_path, None))
+
+
+@pytest.mark.parametrize("bare", ["", ",".join(NAMES), ",".join(NAMES) + "\n\n"])
+def test_a_day_without_rows_is_left_out(bare: str, tmp_path: Path) -> None:
+    text = "".join(",".join(row) + "\n" for row in [NAMES, *rows()])
+    (tmp_path / "orders-1.csv").write_text(bare)
+    (tmp_path / "orders-2.csv").write_text(text)
+    table, notes = opened(tmp_path)
+    assert log_of(table) == expected()
+    assert "left out, as they hold no rows: orders-1.csv" in notes
+
+
 @pytest.mark.parametrize("case", DAYS)
 def test_files_of_one_log_are_read_in_the_order_of_their_names(case: str, tmp_path: Path) -> None:
     for n, name in reversed([*enumerate(DAYS[case])]):
@@ -166,8 +187,7 @@ REFUSED: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
         "same split.*keep one, or give both the same columns",
     ),
     "a day without a header": ({"1.csv": LOG, "2.csv": "a3,b3,7\na4,b4,8\n"}, {}, "the same columns"),
-    "an empty day": ({"1.csv": LOG, "2.csv": "\n"}, {}, "2.csv: is empty: leave it out"),
-    "a day of a header": ({"1.csv": LOG, "2.csv": "user,item,time\n"}, {}, "2.csv: .*: leave it out"),
+    "only empty days": ({"1.csv": "\n", "2.csv": "\n"}, {}, "1.csv: is empty: leave it out"),
     "neither": ({"log.csv": LOG + "\u00e9\x81,b3,7\n"}, {}, "is not UTF-8: save it as "),
     "no end of time": ({"log.csv": LOG + "a3,b3,inf\n"}, {}, "row 3: has no time"),
     "half a Parquet file": ({"log.parquet": "PAR1"}, {}, "is no whole parquet file: .*: fetch it again"),
