@@ -11,15 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isobatch.core.errors import UserError
+from isobatch.data import readers
 from isobatch.data.interactions import tables
-from isobatch.data.readers import (
-    DELIMITERS,
-    SPLIT_NAMES,
-    name_columns,
-    open_parquet,
-    open_utf8,
-    require_name,
-)
+from isobatch.data.readers import SPLIT_NAMES, name_columns, open_parquet, require_name
 from isobatch.data.tables.delimited import (
     ATOMIC,
     ATOMIC_TYPE,
@@ -126,9 +120,9 @@ def refuse_twins(folder: Path, read: Sequence[Path]) -> None:
     """Raise UserError for a text table that is not read and begins with the header of one that is, as a day's
     orders would beside those of the year under a name that says nothing.
     """
-    headers = {_first_line(file): file for file in read if _named(file)[2] in DELIMITERS}
+    headers = {_first_line(file): file for file in read if _named(file)[2] in readers.DELIMITERS}
     for file in _files_in(folder):
-        is_text = file not in read and _named(file)[2] in DELIMITERS
+        is_text = file not in read and _named(file)[2] in readers.DELIMITERS
         if is_text and (line := _first_line(file)).strip() and (twin := headers.get(line)):
             way = f"name it {twin.name.partition('.')[0]}-{file.name}, or take it out of the folder"
             why = f"{file.name} has the columns of {twin.name} and is not read"
@@ -136,15 +130,15 @@ def refuse_twins(folder: Path, read: Sequence[Path]) -> None:
 
 
 def _first_line(file: Path) -> bytes:
-    with open_utf8(file) as stream:
+    with readers.open_utf8(file) as stream:
         return stream.readline().rstrip(b"\r\n")
 
 
 def _is_bare(file: Path) -> bool:
     """Whether a text table has a header alone."""
-    if _named(file)[2] not in DELIMITERS:
+    if _named(file)[2] not in readers.DELIMITERS:
         return False
-    with open_utf8(file) as stream:
+    with readers.open_utf8(file) as stream:
         return not any(line.strip() for line in itertools.islice(stream, 1, None))
 
 
@@ -202,7 +196,7 @@ def read_tables(path: Path, file_format: str | None, options: Any) -> RawInterac
     found = RawInteractions({}, {k: t.text for k, t in texts["user"].items()}, texts["item"], notes=notes)
     for split, fs in splits.items():
         if fs:
-            headers = Counter(_first_line(f) for f in fs if _named(f)[2] in DELIMITERS)
+            headers = Counter(_first_line(f) for f in fs if _named(f)[2] in readers.DELIMITERS)
             bare = [f for f in fs if _is_bare(f) and (not _first_line(f) or headers[_first_line(f)] > 1)]
             if bare and len(bare) < len(fs):
                 fs = [f for f in fs if f not in bare]
