@@ -61,8 +61,8 @@ def kept_rows(
     many these are, a line). `sides`: those with vectors of their own, of `user` and `item`.
 
     New ones begin with the mean (-1), or with zeros (-2) where training has nothing of them, or where their
-    texts speak for them. Raises UserError where `final` has no names, where most users or interactions are
-    gone, as in data of a day alone, or where of a side none is known and no texts are read.
+    texts speak for them. Raises UserError where `final` has no names, where most users are gone, as in data
+    of a day alone, or where of a side none is known and no texts are read.
     """
     before, places = _places(final, folder)
     known, found, said, fits = Catalogue.read(folder), dict[str, np.ndarray](), list[str](), True
@@ -76,15 +76,14 @@ def kept_rows(
         rows[np.setdiff1d(np.flatnonzero(rows < 0), trained[what])] = -2
         found[f"{what}_bias.weight"] = rows
         found[f"{what}_ids.weight"] = np.where(rows < 0, -2, rows) if reads_texts else rows
-    lost, had = 0, _vectors(final, "had")
-    if had is not None and (lost := len(np.setdiff1d(had, _pairs(before, places, known)[0]))):
-        said.append(f"{lost:,} of its {len(had):,} interactions are not in the data")
     line = f"--from {final.parent}: {'; '.join(said)}"
     is_day = 0 < 2 * int((places["user"] >= 0).sum()) < before["user"]
-    is_day |= had is not None and 2 * lost > len(had)
     if is_day or not (fits or reads_texts):
         way = "all interactions, not those of a day alone," if is_day else "data with the ids of that run,"
         raise UserError(f"{line}: give {way} or --like {final.parent}, which takes its recipe alone")
+    had = _vectors(final, "had")
+    if had is not None and (lost := len(np.setdiff1d(had, _pairs(before, places, known)[0]))):
+        line += f"; {lost:,} of its {len(had):,} interactions are not in the data"
     return found, line
 
 
