@@ -120,10 +120,10 @@ def refuse_twins(folder: Path, read: Sequence[Path]) -> None:
     """Raise UserError for a text table that is not read and begins with the header of one that is, as a day's
     orders would beside those of the year under a name that says nothing.
     """
-    headers = {_first_line(file): file for file in read if _named(file)[2] in readers.DELIMITERS}
-    for file in _files_in(folder):
-        is_text = file not in read and _named(file)[2] in readers.DELIMITERS
-        if is_text and (line := _first_line(file)).strip() and (twin := headers.get(line)):
+    unread = [f for f in _files_in(folder) if f not in read and _named(f)[2] in readers.DELIMITERS]
+    headers = {_first_line(f): f for f in read if unread and _named(f)[2] in readers.DELIMITERS}
+    for file in unread:
+        if (line := _first_line(file)).strip() and (twin := headers.get(line)):
             way = f"name it {twin.name.partition('.')[0]}-{file.name}, or take it out of the folder"
             why = f"{file.name} has the columns of {twin.name} and is not read"
             raise UserError(f"--data {folder}: {why}: {way}")

@@ -95,9 +95,12 @@ class LabelKind(ABC):
         _, text = np.unique(split.hashes, return_inverse=True)
         held_out = np.zeros(len(text), bool)
         held_out[text[chosen]] = self.held_out(split.take(chosen), share)
-        by_text, by_row = held_out[text], self.held_out(split, share)
-        two = min(2, len(np.unique(split.codes[by_row])))
-        return by_text if len(np.unique(split.codes[by_text])) >= two else by_row
+
+        def labels(mask: np.ndarray) -> int:
+            return len(np.unique(split.codes[mask]))
+
+        by_text = held_out[text]
+        return by_text if labels(by_text) > 1 else max(by_text, self.held_out(split, share), key=labels)
 
     def balanced(self, counts: np.ndarray, rows: int) -> np.ndarray:  # noqa: ARG002  for those that need it
         """(C,) weights by how often a label is in the training split of so many rows. Raises UserError.

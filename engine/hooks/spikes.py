@@ -2,8 +2,8 @@
 
 A step is a spike where its loss lies far above the median of the losses before it, in units of their median
 absolute deviation (MAD), or its norm does; or where one of them is not finite. Positive ones are compared by
-their logarithms: near zero, batches differ by factors. Medians do not move with what
-they are to find. Values are rounded, so that float sums in another order decide the same.
+their logarithms: near zero, batches differ by factors. Medians do not move with what they are to find. Values
+are rounded, so that float sums in another order decide the same.
 """
 
 from __future__ import annotations
