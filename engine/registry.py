@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isobatch.core import flags
 from isobatch.core.errors import UserError
@@ -17,12 +17,14 @@ from isobatch.core.optimizers import OPTIMIZERS, OWN
 from isobatch.core.package import ROOT, load, table_beside
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import DEMO, SHORT_MODEL_NAMES, TASK_CODE, Recipe
-from isobatch.data.base import Data
 from isobatch.data.streaming.store import is_remote
 from isobatch.engine import consent, task_files
 from isobatch.engine.task_files import is_task_file
 from isobatch.models.base import Task
 from isobatch.models.capabilities import ChangesModel, LeavesUnread, MakesOptimizer
+
+if TYPE_CHECKING:
+    from isobatch.data.base import Data  # noqa: TC004  imports numpy, and no field of a LoadedWorkload is a flag
 
 
 class Workload(NamedTuple):
@@ -62,6 +64,8 @@ def _not_named(fields: Sequence[str], *classes: type) -> list[str]:
     """Those of `fields` that no file of a user's task names, unless the recipe is handed on whole, or to
     a class of ours or of a file that is not known: those may read any.
     """
+    from isobatch.data.base import Data
+
     bases = {base for one in classes for base in one.__mro__ if issubclass(base, Task | Data)} - {Task, Data}
     homes = {base: getattr(sys.modules.get(base.__module__), "__file__", None) for base in bases}
     if any(base.__module__.startswith("isobatch.") or not homes[base] for base in bases):
@@ -257,8 +261,6 @@ def workload(name: str) -> LoadedWorkload:
     if is_task_file(name):
         consent.allow_task_file(name)
         task = task_files.load_task_class(name)
-        if not (isinstance(task.data, type) and issubclass(task.data, Data)):
-            raise UserError(f"--task {name}: {task.__name__}.data must be a subclass of isobatch.Data")
         return LoadedWorkload(name, task, task.data)
     key = task_word(name)
     if key in CHAINS:

@@ -17,7 +17,6 @@ from typing import TypeVar
 from isobatch.core.errors import USER_MODULE, IsobatchError, UserCodeError, UserError, nearest_file
 from isobatch.core.flags import nearest, nearest_hint
 from isobatch.core.recipe import TASK_CODE, Recipe
-from isobatch.data.base import Data
 from isobatch.models.base import Task
 from isobatch.models.capabilities import all_protocols
 
@@ -103,8 +102,11 @@ def load_task_class(location: str) -> type[Task]:
         _refuse_other_parameters(f"--task {location}", found, contract)
     if problem := part_of_protocol(found):
         raise UserError(f"--task {location}: {problem}")
-    if isinstance(found.data, type):
-        _refuse_other_parameters(f"--task {location}", found.data, Data)
+    from isobatch.data.base import Data  # which imports numpy; with the class it is there
+
+    if not (isinstance(found.data, type) and issubclass(found.data, Data)):
+        raise UserError(f"--task {location}: {found.__name__}.data must be a subclass of isobatch.Data")
+    _refuse_other_parameters(f"--task {location}", found.data, Data)
     return found
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import ast
 import csv
-import inspect
 import io
 import itertools
 import json
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from isobatch.core.errors import BUG, DONE, INTERRUPTED, STOPPED, UserCodeError, UserError
-from isobatch.core.package import load
+from isobatch.core.package import ROOT, load
 from isobatch.core.terminal import doing, fitted, print_lines, start_status, stopped_status
 from isobatch.engine.distributed.device_memory import allocator_settings
 from isobatch.engine.distributed.stop_signals import TerminatedError, end_early_on_signals
@@ -40,6 +40,15 @@ class Command(NamedTuple):
     def load(self) -> Callable[[Sequence[str]], int]:
         """Its function of the words behind its name, which returns an exit code; imports the module."""
         return load(f"launch.{self.module}:{self.function}")
+
+    @property
+    def usage(self) -> str:
+        """What its function says of itself; imports nothing."""
+        source = (
+            (ROOT / "launch" / self.module.replace(".", "/")).with_suffix(".py").read_text(encoding="utf-8")
+        )
+        functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
+        return next(ast.get_docstring(node) or "" for node in functions if node.name == self.function)
 
     @property
     def options(self) -> type:
@@ -140,7 +149,7 @@ def show_help(topic: Sequence[str]) -> int:
     if asked[0] not in (*ALIASES, *(command.split()[0] for command in COMMANDS)):
         return COMMANDS["describe"].load()(asked)  # of a task
     name, rest = find_command(asked)
-    about = f"isobatch {name}: {COMMANDS[name].help}\n\n{inspect.getdoc(COMMANDS[name].load())}"
+    about = f"isobatch {name}: {COMMANDS[name].help}\n\n{COMMANDS[name].usage}"
     print(fitted(f"{about}\n\n{parts}".strip()))
     task = next((b for a, b in itertools.pairwise(rest) if a == "--task"), None)
     return COMMANDS["describe"].load()([task or name, *({"--all", "--json"} & {*rest})])

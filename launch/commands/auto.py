@@ -26,6 +26,7 @@ from isobatch.launch.clusters.cluster import refuse_if_in_a_job
 from isobatch.launch.local import launch_run, run_setup
 from isobatch.launch.local import words as flag_words
 from isobatch.launch.local.arguments import parse_sweep, request_text, sort_flags, split_words, task_name
+from isobatch.launch.local.options import AutoOptions, ResumeOptions
 from isobatch.launch.report.tables import table_beside
 from isobatch.models.protocols import PredictsBatches
 
@@ -39,9 +40,9 @@ def auto(words: Sequence[str]) -> int:
         from isobatch.launch.commands.compress import compress
 
         return compress(words)
-    points = parse_sweep(words, "auto", launch_run.AutoOptions)
+    points = parse_sweep(words, "auto", AutoOptions)
     request = points[0][0]
-    options = launch_run.AutoOptions(**request.extra)
+    options = AutoOptions(**request.extra)
     if len(points) > 1 and (options.dump_config or options.dry_run):
         raise UserError("--dump-config and --dry-run are about one run; give each flag one value")
     if options.dump_config:
@@ -67,16 +68,16 @@ def resume(words: Sequence[str]) -> int:
     positional, flags = split_words(words)
     named = run_setup.one_run(positional, "resume")
     learnt = {*flags_of(Recipe), *({} if "://" in named else RunFolder.open(named).recipe.options)}
-    learnt -= {"data", *flags_of(launch_run.ResumeOptions)}
+    learnt -= {"data", *flags_of(ResumeOptions)}
     typed = flag_words.translate(flags, learnt).flags.items()
     if other := " ".join(f"{spelling(name)} {value}" for name, value in typed if name in learnt):
         anew = f"`auto --like {named} {other}` trains a new run, --from in place of --like with its weights"
         raise UserError(f"resume: {other}: a run keeps its recipe: {anew}")
-    kinds = {"resume": launch_run.ResumeOptions, "plan": PlanOptions, "run": RunOptions}
+    kinds = {"resume": ResumeOptions, "plan": PlanOptions, "run": RunOptions}
     groups = {name: flags_of(kind) for name, kind in kinds.items()}
     groups["recipe"] = {"data": flags_of(Recipe)["data"]}
     values, notes = sort_flags(flags, groups, "resume")
-    options = launch_run.ResumeOptions(**values["resume"])
+    options = ResumeOptions(**values["resume"])
     run = _here(named, values["run"], options.trust)
     run_options = dataclasses.replace(run.options(), stop_at=None, **values["run"])
     print_lines(*notes, quiet=run_options.quiet)

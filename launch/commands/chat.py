@@ -18,7 +18,8 @@ from isobatch.data.text.chat_templates import ChatSegment, ChatTemplate, templat
 from isobatch.engine.runs.run_folder import finished_run, no_run, runs_named
 from isobatch.launch.commands.evaluate import require_capability
 from isobatch.launch.local.arguments import command_options, read_command, split_words
-from isobatch.launch.local.run_setup import AnswerOptions, TrustOptions, one_run, open_run
+from isobatch.launch.local.options import AnswerOptions, TrustOptions
+from isobatch.launch.local.run_setup import one_run, open_run
 from isobatch.models import lora
 from isobatch.models.causal_lm.generation import Sampling, TextStream, open_for_generation
 from isobatch.models.protocols import EncodesLatents, Generates

@@ -18,7 +18,8 @@ from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.commands.export import export_form
 from isobatch.launch.local import words as flag_words
 from isobatch.launch.local.arguments import known_flags, parse_request, refuse_wrong, split_words
-from isobatch.launch.local.launch_run import AutoOptions, find_or_train
+from isobatch.launch.local.launch_run import find_or_train
+from isobatch.launch.local.options import AutoOptions
 from isobatch.launch.local.run_setup import held_out
 from isobatch.launch.report import pareto
 from isobatch.launch.report.page import text_of, write_report

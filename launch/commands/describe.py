@@ -19,14 +19,7 @@ from isobatch.engine.runs.run_options import RunOptions
 from isobatch.engine.task_files import is_task_file
 from isobatch.launch.cli import ALIASES, COMMANDS, find_command, no_command
 from isobatch.launch.local.arguments import BatchScaling, FlagFiles, read_command
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ListingOptions:
-    """The flag of commands that answer, and read no run's code."""
-
-    json: bool = False
-    """One JSON object on standard output."""
+from isobatch.launch.local.options import ListingOptions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,7 +19,8 @@ from isobatch.data.digests import file_hash
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import finished_run, run_around
 from isobatch.launch.local.arguments import read_command
-from isobatch.launch.local.run_setup import DataOptions, locate_data, one_run, open_run, plan_for_this_machine
+from isobatch.launch.local.options import DataOptions
+from isobatch.launch.local.run_setup import locate_data, one_run, open_run, plan_for_this_machine
 from isobatch.models import hub, lora
 from isobatch.models.encoder.prediction import onnx_file
 from isobatch.models.protocols import Generates, KeepsBaselines

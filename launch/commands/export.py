@@ -24,7 +24,8 @@ from isobatch.data.text.go_template import ollama_modelfile
 from isobatch.data.tokenizers import open_tokenizer
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.commands.evaluate import require_capability
-from isobatch.launch.local.run_setup import DataOptions, held_out, open_single_run
+from isobatch.launch.local.options import DataOptions
+from isobatch.launch.local.run_setup import held_out, open_single_run
 from isobatch.models import hub, model_card
 from isobatch.models.capabilities import description_of
 from isobatch.models.causal_lm import gguf_vocabulary

@@ -18,7 +18,8 @@ from isobatch.engine.planning import comparison
 from isobatch.engine.planning.choices import fixed_loader_settings, remarks_on_plan
 from isobatch.engine.planning.estimate import Target, estimate, parse_prices
 from isobatch.launch.local.arguments import Request, check_request, parse_request, split_words
-from isobatch.launch.local.run_setup import AnswerOptions, PlannedOptions, planned_facts, prepared_facts
+from isobatch.launch.local.options import AnswerOptions, PlannedOptions
+from isobatch.launch.local.run_setup import planned_facts, prepared_facts
 
 ASSUMED_LENGTH = 512
 """Tokens of a sample, for plans where the data is not at hand."""

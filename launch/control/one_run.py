@@ -23,9 +23,9 @@ from isobatch.engine.runs.run_folder import RunFolder, runs_named
 from isobatch.engine.runs.summary import changed_fields
 from isobatch.engine.task_files import is_task_file, task_file
 from isobatch.launch.clusters.cluster import cluster
-from isobatch.launch.commands.describe import ListingOptions
 from isobatch.launch.control.runs import RunView, look
 from isobatch.launch.local.arguments import read_command
+from isobatch.launch.local.options import ListingOptions
 from isobatch.launch.local.run_setup import open_single_run
 from isobatch.launch.report.tables import metrics_of
 

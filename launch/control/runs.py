@@ -23,8 +23,8 @@ from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.log_reader import newest_rows
 from isobatch.engine.runs.run_folder import SWEEP, RunFolder, list_runs
 from isobatch.launch.clusters.cluster import JobState, job_states
-from isobatch.launch.commands.describe import ListingOptions
 from isobatch.launch.local.arguments import read_command
+from isobatch.launch.local.options import ListingOptions
 from isobatch.launch.report.tables import metrics_of
 
 NO_JOB = JobState(stage="over", cluster="local")

@@ -25,9 +25,10 @@ from isobatch.engine.verification.tolerance import TOLERANCE, rounding_tolerance
 from isobatch.engine.verification.windows import Window, window_to
 from isobatch.launch.control.runs import differing_plans
 from isobatch.launch.local.arguments import read_command
+from isobatch.launch.local.options import AnswerOptions
 from isobatch.launch.local.process_state import preserve_process_state
 from isobatch.launch.local.redo_steps import plan_to_redo
-from isobatch.launch.local.run_setup import AnswerOptions, locate_data, open_run
+from isobatch.launch.local.run_setup import locate_data, open_run
 from isobatch.launch.report.tables import in_words
 
 if TYPE_CHECKING:

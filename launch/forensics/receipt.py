@@ -36,6 +36,7 @@ from isobatch.engine.verification.proof import within
 from isobatch.engine.verification.tolerance import TOLERANCE
 from isobatch.launch.local import run_setup
 from isobatch.launch.local.arguments import read_command
+from isobatch.launch.local.options import DataOptions
 from isobatch.launch.local.verify_run import VerifyOptions, redo_first_steps, verify_run
 
 FILE = "receipt.json"
@@ -45,7 +46,7 @@ Content = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReceiptOptions(run_setup.DataOptions):
+class ReceiptOptions(DataOptions):
     """Flags of `receipt make`."""
 
     sign: str | None = None
@@ -55,7 +56,7 @@ class ReceiptOptions(run_setup.DataOptions):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AuditOptions(run_setup.DataOptions):
+class AuditOptions(DataOptions):
     """Flags of `receipt check`."""
 
     run: str | None = None

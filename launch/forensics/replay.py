@@ -17,8 +17,9 @@ from isobatch.engine.runs.log_reader import newest_rows
 from isobatch.engine.train.figures import is_step
 from isobatch.engine.verification.run_order import require_step
 from isobatch.engine.verification.windows import Window, window_to
+from isobatch.launch.local.options import DataOptions
 from isobatch.launch.local.redo_steps import plan_to_redo
-from isobatch.launch.local.run_setup import DataOptions, locate_data, open_single_run
+from isobatch.launch.local.run_setup import locate_data, open_single_run
 
 if TYPE_CHECKING:
     from isobatch.engine.forensics.observed_step import ObservedStep

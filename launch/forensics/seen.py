@@ -17,7 +17,8 @@ from isobatch.core.terminal import doing, print_answer, rendered
 from isobatch.engine.optimization.left_out import left_out_steps
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.verification.run_order import RunOrder, require_step
-from isobatch.launch.local.run_setup import DataOptions, locate_data, open_single_run
+from isobatch.launch.local.options import DataOptions
+from isobatch.launch.local.run_setup import locate_data, open_single_run
 
 SHOWN = 20
 """Most steps of a row that are written out; --json has all."""

@@ -8,13 +8,11 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-from dataclasses import dataclass
 
 from isobatch.core import errors
 from isobatch.core.atomic_files import disk_full, is_disk_full
 from isobatch.core.errors import BUG, DONE, FAILED, WRONG_INPUT, TrainingError, UserError
 from isobatch.core.measures import wait_for
-from isobatch.core.number_ranges import KeptOneIn, Trials
 from isobatch.core.recipe import HOOK_CODE
 from isobatch.core.terminal import print_lines
 from isobatch.engine import consent
@@ -28,34 +26,6 @@ from isobatch.launch.clusters.cluster import Cluster, cluster, refuse_if_in_a_jo
 from isobatch.launch.local import run_setup
 from isobatch.launch.local.accelerate_launcher import GRACE_SECONDS
 from isobatch.launch.local.arguments import Request
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AutoOptions(run_setup.AnswerOptions):
-    """Flags of `auto` beside the recipe's, the plan's and the run's."""
-
-    trials: Trials | None = None
-    """Draws from flags with a range, such as --lr 1e-4..1e-2, a run for each: of its logarithm where it spans
-    a decade. The same seed draws the same, and more trials begin with those of fewer."""
-    halving: KeptOneIn | None = None
-    """All settings of a sweep train the first part of their run, up to an evaluation, and the best one of so
-    many goes on from its own checkpoint, until one is left."""
-    dry_run: bool = False
-    """Train nothing: show the plan, as `plan` does."""
-    dump_config: bool = False
-    """Train nothing: print all flags with their values, as a file for --config."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ResumeOptions(run_setup.AnswerOptions):
-    """Flags of `resume` beside the plan's and the run's."""
-
-    skip_step: str | None = None
-    """Leave out these steps, from 1, and go back to the checkpoint before them: 1200-1203, or lora:1200-1203
-    where there are several phases. The decision stands in the log, so that `verify` knows it."""
-    decay: bool = False
-    """Begin a run beside this one, RUN-decay-STEP or --name, that goes on from the newest checkpoint of the
-    stable part of --schedule wsd or constant, and decays. Its recipe is of so many steps; RUN stays."""
 
 
 def steps_to_skip(run: RunFolder, asked: str) -> tuple[str, int, int]:

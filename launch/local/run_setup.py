@@ -7,7 +7,6 @@ import dataclasses
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,6 @@ from isobatch.core.errors import UserError
 from isobatch.core.extras import need
 from isobatch.core.facts import Facts
 from isobatch.core.flags import build_options
-from isobatch.core.number_ranges import Positive
 from isobatch.core.optimizers import OPTIMIZERS
 from isobatch.core.package import CACHE, cache_folder
 from isobatch.core.plan import INVARIANCES, Plan, PlanOptions
@@ -49,41 +47,6 @@ if TYPE_CHECKING:
     from isobatch.core.recipe import Recipe
     from isobatch.data.base import Data
     from isobatch.models.protocols import Batches
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrustOptions:
-    """The flag of all commands that use a run."""
-
-    trust: bool = False
-    """Of a run that was not trained here: execute its code, read the places that it names, and go on sending
-    where it did. It is remembered."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AnswerOptions(TrustOptions):
-    """The flags of commands that use a run, and answer."""
-
-    json: bool = False
-    """One JSON object on standard output."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DataOptions(AnswerOptions):
-    """The flags of commands that read a run's data, and answer."""
-
-    data: str | None = None
-    """Where the data lies now, if it has moved."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlannedOptions(AnswerOptions):
-    """The flags of commands that show a plan."""
-
-    assume_length: Positive | None = None
-    """Plan for samples of this many tokens, where the data, or the model by its name, is not at hand."""
-    assume_samples: Positive | None = None
-    """With --assume-length: how many samples; by default the rows of --data that are here, else 10,000."""
 
 
 def planned_facts(request: Request, task: Any, data: Any) -> Facts:

@@ -27,8 +27,9 @@ from isobatch.engine.verification.audit import audit_records, recipe_problems
 from isobatch.engine.verification.proof import Proof
 from isobatch.engine.verification.tolerance import FEW, HELD_OUT, NEAR, tolerances
 from isobatch.engine.verification.windows import CHOICE, INITIAL, Job, Window
+from isobatch.launch.local.options import DataOptions
 from isobatch.launch.local.redo_steps import plan_to_redo, redo, replay_in_full
-from isobatch.launch.local.run_setup import DataOptions, compare_source, locate_data, open_single_run
+from isobatch.launch.local.run_setup import compare_source, locate_data, open_single_run
 
 if TYPE_CHECKING:
     from isobatch.engine.runs.run_folder import RunFolder

@@ -16,7 +16,7 @@ from isobatch.core.number_ranges import Positive
 from isobatch.core.terminal import rendered
 from isobatch.engine.machine.detect import allowed_cpus
 from isobatch.engine.runs.peak_memory import peak_bytes
-from isobatch.launch.local.run_setup import AnswerOptions
+from isobatch.launch.local.options import AnswerOptions
 from isobatch.launch.measuring.trial import Stopwatch, Variant, answer_in_world, trial
 from isobatch.launch.measuring.tune import settings
 

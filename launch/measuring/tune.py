@@ -23,7 +23,7 @@ from isobatch.core.number_ranges import AboveZero
 from isobatch.core.plan import INVARIANCES
 from isobatch.core.terminal import print_lines, rendered
 from isobatch.engine.runs.classify_errors import classify
-from isobatch.launch.local.run_setup import AnswerOptions
+from isobatch.launch.local.options import AnswerOptions
 from isobatch.launch.measuring.trial import TrialSession, Variant, answer_in_world, trial
 
 if TYPE_CHECKING:

@@ -18,7 +18,8 @@ from isobatch.data.interactions.formats import usual_column
 from isobatch.data.interactions.tables import DATE
 from isobatch.data.tables import delimited
 from isobatch.launch.commands.evaluate import require_capability
-from isobatch.launch.local.run_setup import AnswerOptions, TrustOptions, open_single_run
+from isobatch.launch.local.options import AnswerOptions, TrustOptions
+from isobatch.launch.local.run_setup import open_single_run
 from isobatch.launch.predicting import tables
 from isobatch.models.protocols import OpensItemLists
 

@@ -21,7 +21,8 @@ from isobatch.core.terminal import doing, on_screen, print_answer, print_lines, 
 from isobatch.engine.machine.detect import cpu_model, detect
 from isobatch.engine.runs.run_folder import SWEEP, RunFolder, finished_run
 from isobatch.launch.local.arguments import read_command
-from isobatch.launch.local.run_setup import AnswerOptions, held_out, open_run
+from isobatch.launch.local.options import AnswerOptions
+from isobatch.launch.local.run_setup import held_out, open_run
 from isobatch.launch.report import records, sweeps
 from isobatch.launch.report.tables import baselines_tables, in_markdown, runs_table
 from isobatch.models.encoder import report as comparison

@@ -28,7 +28,8 @@ from isobatch.core.recipe import Recipe
 from isobatch.core.terminal import print_answer, print_lines, table
 from isobatch.engine.runs.run_folder import SWEEP, RunFolder, run_name
 from isobatch.launch.local.arguments import Point, Request, labelled
-from isobatch.launch.local.launch_run import AutoOptions, find_or_train
+from isobatch.launch.local.launch_run import find_or_train
+from isobatch.launch.local.options import AutoOptions
 from isobatch.launch.local.run_setup import known_run
 from isobatch.launch.report import sweeps
 from isobatch.launch.report.sweeps import TEST, VALID, means

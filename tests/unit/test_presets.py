@@ -14,7 +14,7 @@ from isobatch.engine.planning.choices import unmet_wishes
 from isobatch.launch.clusters.slurm.options import SlurmOptions
 from isobatch.launch.commands.plan import PlanCommandOptions
 from isobatch.launch.local.arguments import Request, parse_request
-from isobatch.launch.local.launch_run import AutoOptions
+from isobatch.launch.local.options import AutoOptions
 from isobatch.launch.local.run_setup import plan_options_from_request
 from isobatch.tests.paths import ROOT
 

@@ -17,7 +17,7 @@ from isobatch.core.recipe import Recipe
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.commands.auto import auto
 from isobatch.launch.local.arguments import parse_sweep
-from isobatch.launch.local.launch_run import AutoOptions
+from isobatch.launch.local.options import AutoOptions
 from isobatch.launch.local.words import combinations, drawn, label, values_of
 from isobatch.launch.report.records import draw_figure
 from isobatch.launch.report.sweeps import cells_of, drawing, legend, read, write_tables

@@ -17,7 +17,7 @@ from isobatch.core.flags import spelling
 from isobatch.launch.clusters.slurm.options import SlurmOptions
 from isobatch.launch.commands.plan import PlanCommandOptions
 from isobatch.launch.local.arguments import Request, known_flags, parse_request
-from isobatch.launch.local.launch_run import AutoOptions
+from isobatch.launch.local.options import AutoOptions
 from isobatch.launch.local.words import SYNONYMS
 from isobatch.tests.paths import ROOT
 

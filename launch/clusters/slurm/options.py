@@ -17,8 +17,8 @@ from isobatch.core.number_ranges import Count, Positive, Trials
 from isobatch.core.package import table_beside
 from isobatch.core.strategies import traits_of
 from isobatch.launch.local.arguments import Request
+from isobatch.launch.local.options import PlannedOptions
 from isobatch.launch.local.placement import memory_bytes, on_device, processes_each
-from isobatch.launch.local.run_setup import PlannedOptions
 
 RESERVED: dict[str, str] = table_beside(__file__, "slurm_words")["reserved"]
 """Options of sbatch that the script sets, or that are flags of `slurm`; of srun that each step sets."""
