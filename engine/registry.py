@@ -261,6 +261,10 @@ def workload(name: str) -> LoadedWorkload:
     if is_task_file(name):
         consent.allow_task_file(name)
         task = task_files.load_task_class(name)
+        from isobatch.data.base import Data
+
+        if not (isinstance(task.data, type) and issubclass(task.data, Data)):
+            raise UserError(f"--task {name}: {task.__name__}.data must be a subclass of isobatch.Data")
         return LoadedWorkload(name, task, task.data)
     key = task_word(name)
     if key in CHAINS:
