@@ -239,6 +239,8 @@ class Labelled(TokenizedData):
             empty.append("the test split has no labels and is left out")
         known = {"problem": self.options.problem} if self.known is None else self.known.extra
         kind, notes = find_kind(known.get("problem", "classes"), columns, splits["train"])
+        why = "rows hold U+0080 to U+009F: Windows-1252 was read as Latin-1: save it anew from its source"
+        notes += [f"{split}: {found.misread:,} {why}" for split, found in splits.items() if found.misread]
         notes += empty + reading.leave_out(
             splits, rows, columns.label, lambda split: [n is None for n in split.named(kind).names]
         )

@@ -210,6 +210,8 @@ def _function_sources(source: str) -> Iterator[tuple[ast.FunctionDef, str]]:
             yield node, b"\n".join([*before, last[: node.end_col_offset]])[node.col_offset :].decode()
 
 
+MISREAD = re.compile("[\x80-\x9f]")
+"""Characters that no text has: Windows-1252 has quotes and dashes there, and Latin-1 nothing."""
 NO_TEXT = "\0"
 """The label of a row without a text."""
 WITHHELD_LABELS = (None, "-1")
@@ -230,6 +232,8 @@ class SplitLabels:
     """File and line of the first row of each label."""
     words: bool
     """Whether its texts are lists of words."""
+    misread: int
+    """Rows, as they were read, with MISREAD in their text."""
     names: tuple[tuple[str, ...] | None, ...] = ()
     """What each of `labels` names, when the problem is known."""
 
@@ -238,7 +242,7 @@ class SplitLabels:
         """Those of the examples, one after another; NO_TEXT is the label of one without a text."""
         place: dict[Label, int] = {}
         first: list[str] = []
-        codes, hashes, words = array("i"), array("Q"), False
+        codes, hashes, words, misread = array("i"), array("Q"), False, 0
         for where, text, pair, written in examples:
             code = place.setdefault(written if text else NO_TEXT, len(place))
             if code == len(first):
@@ -246,9 +250,11 @@ class SplitLabels:
             codes.append(code)
             if isinstance(text, tuple):
                 text, words = "\n".join(text), True
-            hashes.append(text_hash(text if pair is None else f"{len(text)} {text}{pair}"))
+            whole = text if pair is None else f"{len(text)} {text}{pair}"
+            hashes.append(text_hash(whole))
+            misread += not whole.isascii() and bool(MISREAD.search(whole))
         arrays = (np.frombuffer(codes, np.int32), np.frombuffer(hashes, np.uint64))
-        return cls(*arrays, tuple(place), tuple(first), words)
+        return cls(*arrays, tuple(place), tuple(first), words, misread)
 
     def __len__(self) -> int:
         return len(self.codes)

@@ -335,8 +335,10 @@ def _buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 def _accelerator(plan: Plan, hang_timeout: int, tracker: str, folder: str) -> Accelerator:
     from accelerate import Accelerator, InitProcessGroupKwargs
+    from accelerate.state import AcceleratorState
     from accelerate.utils import GradScalerKwargs
 
+    AcceleratorState._reset_state()  # noqa: SLF001  a run before in this process may be of another precision
     cpu = plan.device == "cpu"
     group = InitProcessGroupKwargs(**process_group_arguments(cpu, hang_timeout))
     return Accelerator(

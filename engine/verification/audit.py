@@ -91,8 +91,7 @@ def _check_data(run: RunFolder) -> None:
     """Compare the prepared arrays with facts.json, and facts.json with the one beside the arrays."""
     facts = run.facts
     actual, recorded = fingerprint(Path(facts.folder)), Path(facts.folder) / "facts.json"
-    is_same = actual == facts.fingerprint
-    check(is_same, f"the data is not what was trained on: {actual}, {facts.fingerprint}")
+    check(actual == facts.fingerprint, f"the data is not what was trained on: {actual}, {facts.fingerprint}")
     if recorded.exists():
         differing = ", ".join(facts.differing_fields(Facts.from_dict(atomic_files.read_json(recorded))))
         check(not differing, f"facts.json was changed: {differing} differs from {recorded}")

@@ -34,7 +34,8 @@ from isobatch.models.protocols import PredictsBatches
 def auto(words: Sequence[str]) -> int:
     """Usage: auto --task TASK [flags]. Without --data the task's demo runs. Try: auto --task causal-lm
 
-    --task compress is a chain: classifier, pruning, qat, and the report.
+    --task compress is a chain: classifier, pruning, qat, and the report. Try: auto --task compress
+    --data reviews/ --model distilbert/distilbert-base-uncased --fast
     """
     if task_name(words) in CHAINS:
         from isobatch.launch.commands.compress import compress

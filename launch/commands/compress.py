@@ -22,7 +22,7 @@ from isobatch.launch.local.launch_run import find_or_train
 from isobatch.launch.local.options import AutoOptions
 from isobatch.launch.local.run_setup import held_out
 from isobatch.launch.report import pareto
-from isobatch.launch.report.page import text_of, write_report
+from isobatch.launch.report.page import collect, text_of, write_report
 from isobatch.models.encoder import baselines, evaluation, problems
 
 STAGES = ("classifier", "pruning", "qat")
@@ -106,28 +106,26 @@ def compress(words: Sequence[str]) -> int:
         runs[stage.name] = run
         if stage.task not in SOURCES:
             check_worth(run, options.anyway)
-        for kind in stage.exports:
-            if not (run.folder / "exports" / kind).is_dir():
-                _export(run, kind)
+        for kind in (one for one in stage.exports if not (run.folder / "exports" / one).is_dir()):
+            try:
+                export_form(run, kind)
+            except (ExportError, UserError) as error:
+                if kind not in UNTRAINED:
+                    raise
+                print_lines(f"compress: {run.folder.name} has no {kind}: {error}")
     folder = run.folder / "report"
-    contents = write_report(list(runs.values()), folder)
+    contents = collect(list(runs.values()))
     points = pareto.points_of(list(runs.values()), contents.models)
     chosen = pareto.choose(points, options.choose)
     copied = pareto.copy(chosen, run.folder / "chosen")
     run.record_export(run.folder / "chosen")
+    for row, point in zip(contents.models, points, strict=True):
+        row["chosen"] = point is chosen
+    write_report(contents, folder)
     text = "\n\n".join((text_of(contents, folder), pareto.text_of(points, chosen, options.choose, copied)))
     front = [one.name for one in pareto.front(points)]
     choice = {"pareto": front, "choice": chosen.name, "chosen": str(copied)}
     return print_answer(contents.to_dict() | choice, text, options.json)
-
-
-def _export(run: RunFolder, kind: str) -> None:
-    try:
-        export_form(run, kind)
-    except (ExportError, UserError) as error:
-        if kind not in UNTRAINED:
-            raise
-        print_lines(f"compress: {run.folder.name} has no {kind}: {error}")
 
 
 def check_worth(run: RunFolder, anyway: bool) -> None:
@@ -175,7 +173,7 @@ def parse_stages(words: Sequence[str]) -> tuple[CompressOptions, dict[str, dict[
         raise UserError("--dry-run: a stage begins with what others wrote: `isobatch plan` shows one of them")
     refuse_wrong(flag_words.Translation(given, {}, found.wrong), dict.fromkeys(every), "auto --task compress")
     stages = stages_of(options.quantize)
-    flags = {stage.name: _flags_of(stage, given, known[stage.task]) for stage in stages}
+    flags = {stage.name: _flags_of(stage, stages, given, known[stage.task]) for stage in stages}
     start = {k: v for k, v in flags[STAGES[0]].items() if k in ONLY_FIRST}
     for stage in stages:
         parse_request(_words_of(stage.task, flags[stage.name] | start), "auto")
@@ -188,17 +186,20 @@ def _words_of(stage: str, flags: Mapping[str, str]) -> list[str]:
     return ["--task", stage, *written]
 
 
-def _flags_of(stage: Stage, flags: Mapping[str, str], known: Collection[str]) -> dict[str, str]:
-    """The flags of one stage; one with a number for each workload has this one's. Raises UserError."""
-    place = STAGES.index(stage.task)
+def _flags_of(
+    stage: Stage, stages: Sequence[Stage], flags: Mapping[str, str], known: Collection[str]
+) -> dict[str, str]:
+    """The flags of one stage; one with a number for each of them has this one's. Raises UserError."""
+    place = stages.index(stage)
     found = {k: v for k, v in flags.items() if k in known and (place == 0 or k not in ONLY_FIRST)}
     found |= stage.flags
     if "name" in found:
         found["name"] += f"-{stage.name}"
     for length in {"epochs", "steps"} & found.keys():
         parts = found[length].split(",")
-        if len(parts) not in (1, len(STAGES)):
-            word = f"--{length} {found[length]}"
-            raise UserError(f"{word}: give one number, or one for each of {', '.join(STAGES)}")
+        if len(parts) not in (1, len(stages)):
+            what = f"--{length} {found[length]}: {len(parts)} numbers for {len(stages)} stages"
+            names = ", ".join(one.name for one in stages)
+            raise UserError(f"{what}: give one number, or one for each of {names} (--quantize)")
         found[length] = parts[place % len(parts)]
     return found

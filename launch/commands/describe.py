@@ -62,7 +62,8 @@ def describe(words: Sequence[str]) -> int:
         from isobatch.launch.commands.compress import CompressOptions
 
         groups = {f"the chain {name}": [_flag(flag, {}) for flag in flags_of(CompressOptions).values()]}
-        notes = [f"the flags of its stages: {', '.join(f'describe {s}' for s in CHAINS[name])}"]
+        notes = [f"auto --task {name} --data FOLDER|FILE --model MODEL --fast takes those of its stages too:"]
+        notes.append(", ".join(f"describe {stage}" for stage in CHAINS[name]))
     elif task_word(name) not in TASKS and not is_task_file(name):
         raise UserError(no_command(name))
     else:

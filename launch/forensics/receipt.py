@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from isobatch.core import atomic_files
-from isobatch.core.errors import DONE, FAILED, TrainingError, UserError, nearest_file
+from isobatch.core.errors import DONE, FAILED, NotHereError, TrainingError, UserError, nearest_file
 from isobatch.core.facts import Facts
 from isobatch.core.measures import format_bytes
 from isobatch.core.number_ranges import Positive
@@ -28,6 +28,7 @@ from isobatch.core.recipe import HOOK_CODE, Recipe
 from isobatch.core.terminal import doing, print_answer, rendered
 from isobatch.engine import consent
 from isobatch.engine.forensics import receipt as receipts
+from isobatch.engine.registry import MOVED
 from isobatch.engine.runs.run_folder import RunFolder, runs_named
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.engine.verification.audit import audit_records
@@ -38,6 +39,7 @@ from isobatch.launch.local import run_setup
 from isobatch.launch.local.arguments import read_command
 from isobatch.launch.local.options import DataOptions
 from isobatch.launch.local.verify_run import VerifyOptions, redo_first_steps, verify_run
+from isobatch.models import hub
 
 FILE = "receipt.json"
 NAMESPACE = "isobatch"
@@ -61,6 +63,8 @@ class AuditOptions(DataOptions):
 
     run: str | None = None
     """The run's folder, if it was handed over; by default the receipt's own where it lies in one."""
+    base: str | None = None
+    """Where the model lies now with which it begins (--teacher, --pruned, --model): a run, or its final/."""
     steps: Positive = 3
     """Least number of steps to make again from each starting point."""
     processes: Positive = 1
@@ -114,8 +118,8 @@ def receipt_of(run: RunFolder) -> Content:
 
 
 def audit(words: Sequence[str]) -> int:
-    """Usage: receipt check RECEIPT [--run FOLDER] [--steps 3] [--processes N] [--data PATH] [--signers FILE]
-    [--json]
+    """Usage: receipt check RECEIPT [--run FOLDER] [--base FOLDER] [--data PATH] [--steps 3] [--processes N]
+    [--signers FILE] [--json]
 
     Exit 3 where something is not as the receipt says.
     """
@@ -134,6 +138,10 @@ def audit_receipt(file: Path, options: AuditOptions) -> Finding:
     """Check a receipt. Raises UserError where it is none, or its data cannot be had."""
     content, found = read_receipt(file), Finding()
     recipe, hashed = Recipe.from_dict(content["recipe"]), content["recipe_hash"]
+    named = {recipe.model, recipe.tokenizer, *(recipe.options.get(name) for name in ("teacher", "pruned"))}
+    if options.base is not None:
+        base = hub.resolve_model(str(Path(options.base).expanduser().resolve()), "--base")
+        MOVED.update({str(place): base for place in named if place and not Path(place).exists()})
     try:
         _check_signature(file, options.signers, found)
         check(recipe.hash() == hashed, f"its recipe hashes to {recipe.hash()}, and it says {hashed}")
@@ -146,6 +154,8 @@ def audit_receipt(file: Path, options: AuditOptions) -> Finding:
             steps = sum(content["phases"].values())
             found.checked.append(f"recipe and data, the samples of all {steps:,} steps")
             (_check_against_run if handed_over else _check_first_steps)(run, content, options, found)
+    except NotHereError as error:
+        raise UserError(f"{error}; where it has moved: receipt check {file} --base FOLDER") from None
     except run_setup.OtherDataError as error:
         found.problems.append(f"the data here is not the receipt's: {error.what}")
     except (WrongRecordError, TrainingError) as error:

@@ -83,11 +83,8 @@ def _redo_here(run: RunFolder, jobs: Jobs, folder: Path | None = None) -> list[R
     """Do the jobs in this process group; with `folder` rank 0 writes what they found to report.json there."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    from accelerate.state import AcceleratorState
-
     from isobatch.engine.verification.replay import Replay
 
-    AcceleratorState._reset_state()  # noqa: SLF001  what ran here before may be of another precision
     world, found = None, []
     for plan, job in jobs:
         doing("redoing steps")

@@ -280,7 +280,7 @@ def locate_data(run: RunFolder, recipe: Recipe, data: str | None, mend: bool = F
     except UserError as error:
         way = f"; where it has moved, `verify {run.folder} --level records --data PATH` finds it for all"
         if not str(error).startswith("--data"):
-            way = "; put it back there, or have the run's final/ beside it (receipt check --run FOLDER)"
+            way = "; put it back, say where it lies now (receipt check --base), or hand over the run (--run)"
         raise UserError(f"{error}{'' if data and '--data' in way else way}") from None
     new_facts = prepare(data_source, partial(print_lines, quiet=run.options().quiet))
     refuse_other_data(run, new_facts)

@@ -4,10 +4,12 @@ from elsewhere, as Markdown and as JSON.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,8 +18,9 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, UserError
 from isobatch.core.extras import need
 from isobatch.core.measures import counted, printable
-from isobatch.core.package import call_in_child
+from isobatch.core.package import cache_folder, call_in_child
 from isobatch.core.terminal import doing, on_screen, print_answer, print_lines, rendered, table
+from isobatch.engine.checkpointing.digests import folder_digests
 from isobatch.engine.machine.detect import cpu_model, detect
 from isobatch.engine.runs.run_folder import SWEEP, RunFolder, finished_run
 from isobatch.launch.local.arguments import read_command
@@ -41,6 +44,8 @@ class ReportOptions(AnswerOptions):
     metric: str | None = None
     """Of a sweep: the metric of table and picture, such as perplexity or accuracy; test_accuracy has the test
     split's, of every setting. What is best stays."""
+    again: bool = False
+    """Measure classifiers anew. What was measured of the same files on this machine is kept in the cache."""
 
 
 def report(words: Sequence[str]) -> int:
@@ -74,18 +79,15 @@ def report(words: Sequence[str]) -> int:
     named = ([one] if one not in found else sweeps.places_of(found[one]["best"], one) for one in folders)
     runs = [opened(place) for place in itertools.chain.from_iterable(named)]
     above = [part for one in found for part in _parts_of_sweep(one, found[one])]
-    contents = write_report(runs, folder, above)
+    contents = write_report(collect(runs, above, options.again), folder)
     for one in found:
         sweeps.write_tables(found[one], folder / one.name)
     tables = (f"\ntables of the sweep: {folder / one.name}.tex, .md and .csv" for one in found)
     return print_answer(contents.to_dict(), text_of(contents, folder) + "".join(tables), options.json)
 
 
-def write_report(runs: Sequence[RunFolder], folder: Path, above: Sequence[PagePart] = ()) -> Contents:
-    """Measure and compare runs that are done; write report.json, report.md and report.html. Of other runs
-    only the records are shown. `above`: what stands before them. Raises UserError.
-    """
-    contents = collect(runs, above)
+def write_report(contents: Contents, folder: Path) -> Contents:
+    """Write report.json, report.md and report.html. Raises UserError."""
     with atomic_files.explain_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     doing("drawing the report")
@@ -122,33 +124,59 @@ class Contents:
         return {**found, "models": self.models}
 
 
-def collect(runs: Sequence[RunFolder], above: Sequence[PagePart]) -> Contents:
-    """Read the runs' records; compare the models of those that are done on this machine."""
+def collect(runs: Sequence[RunFolder], above: Sequence[PagePart] = (), again: bool = False) -> Contents:
+    """Read the runs' records; compare the models of those that are done on this machine. Of other runs only
+    the records are shown. `above`: what stands before them; `again`: nothing is taken from the cache. Raises
+    UserError.
+    """
     tasks = [records.task_of(run) for run in runs]
     reports = [records.report_of(task) for task in tasks]
-    models: list[ReportRow] = []
-    for run, report in zip(runs, reports, strict=True):
-        if isinstance(report, comparison.ClassifierReport) and run.status() == "done":
-            models += _measure(run, report)
-    if models:
-        print_lines(f"measuring the speed of {counted(len(models), 'model')} in turn, in nine rounds")
-        models = comparison.compare(models, call_in_child)
+    machine = f"{cpu_model()}, {detect().describe()}"
+    pairs = zip(runs, reports, strict=True)
+    done = [(a, b) for a, b in pairs if isinstance(b, comparison.ClassifierReport) and a.status() == "done"]
+    models = _measure(done, machine, again) if done else []
+    picked = {digest for run, _ in done for digest in (run.exports().get("chosen") or {}).values()}
+    models = [{**row, "chosen": row["digest"] in picked} for row in models]
     doing("reading the runs")
     read = [records.read_records(run, task) for run, task in zip(runs, tasks, strict=True)]
-    machine = f"{cpu_model()}, {detect().describe()}"
     return Contents(machine, read, models, records.drawings_of(read, reports), above)
 
 
-def _measure(run: RunFolder, report: comparison.ClassifierReport) -> list[ReportRow]:
-    """A row for each form of the run's model; none where no split is held out."""
-    print_lines(f"measuring every form of {run.folder.name} on held-out samples")
-    split, batches = held_out(run)
-    if split == "train":
-        return []
-    rows = report.measure(run.final, run.folder / "exports", run.facts, batches, call_in_child)
-    where = {"run": printable(run.folder.name), "task": printable(run.recipe.task)}
-    seconds = (run.summary() or {}).get("train_seconds")
-    return [{**where, **row, "split": split, "train_seconds": seconds} for row in rows]
+def _measure(
+    done: Sequence[tuple[RunFolder, comparison.ClassifierReport]], machine: str, again: bool
+) -> list[ReportRow]:
+    """A row for each form of the runs' models, compared; none of a run of which no split is held out. From
+    the cache where it has them: a run's folder, which may be anybody's, says nothing of speeds.
+    """
+    from isobatch.engine.hooks.checkpoint import environment
+
+    files = [[*report.variants(a.final, a.folder / "exports").values()] for a, report in done]
+    written = [[folder_digests(file.parent) for file in some] for some in files]
+    names = [(run.folder.name, run.identity, run.facts.fingerprint) for run, _ in done]
+    asked = atomic_files.json_text([environment(machine, ""), names, written])
+    kept = cache_folder() / "measured" / f"{hashlib.sha256(asked.encode()).hexdigest()[:16]}.json"
+    if kept.is_file() and not again:
+        when = datetime.fromtimestamp(kept.stat().st_mtime).astimezone().isoformat(" ", "minutes")
+        print_lines(f"the same files were measured here on {when}: --again measures anew")
+        return list(atomic_files.read_json(kept)["models"])
+    models: list[ReportRow] = []
+    for (run, report), some, known in zip(done, files, written, strict=True):
+        print_lines(f"measuring every form of {run.folder.name} on held-out samples")
+        split, batches = held_out(run)
+        if split == "train":
+            continue
+        rows = report.measure(run.final, run.folder / "exports", run.facts, batches, call_in_child)
+        where = {"run": printable(run.folder.name), "task": printable(run.recipe.task)}
+        where |= {"split": split, "train_seconds": (run.summary() or {}).get("train_seconds")}
+        each = zip(rows, some, known, strict=True)
+        models += [{**where, **row, "digest": digests[file.name]} for row, file, digests in each]
+    if models:
+        print_lines(f"measuring the speed of {counted(len(models), 'model')} in turn, in nine rounds")
+        models = comparison.compare(models, call_in_child)
+    with atomic_files.explain_write_errors(kept):
+        kept.parent.mkdir(parents=True, exist_ok=True)
+    atomic_files.write_json(kept, {"models": models})
+    return models
 
 
 class PagePart(NamedTuple):
@@ -179,7 +207,8 @@ def summary_parts(contents: Contents) -> Iterator[PagePart]:
         yield from (PagePart("h2", title), PagePart("table", rows=rows))
     yield from (PagePart("verdict", verdict) for verdict in comparison.verdicts(models))
     if models:
-        yield PagePart("table", rows=[comparison.columns(models), *map(comparison.cells, models)])
+        cells = [comparison.cells(row) for row in models]
+        yield PagePart("table", rows=[[*cells[0]], *([*one.values()] for one in cells)])
         yield PagePart("note", comparison.caption(models[0], contents.machine))
     yield PagePart("table", rows=runs_table(unmeasured))
 
@@ -192,7 +221,8 @@ def parts_of(contents: Contents) -> Iterator[PagePart]:
         yield PagePart("h2", title)
         yield from (PagePart("figure", drawing=one) for one in drawings if one.title == title)
     first_forms = {row["run"]: row for row in reversed(contents.models)}
-    for one in (one for row in reversed(first_forms.values()) for one in comparison.tables(row)):
+    shown = [row for row in contents.models if row["chosen"] or row is first_forms[row["run"]]]
+    for one in itertools.chain.from_iterable(map(comparison.tables, shown)):
         yield from (PagePart("h2", one.title), PagePart("note", one.note))
         yield PagePart("table", rows=[one.head, *one.rows])
     for run in contents.runs:

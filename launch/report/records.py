@@ -96,16 +96,13 @@ def read_records(run: RunFolder, task: Task | None) -> dict[str, Any]:
         "environment": _readable(run.environment, notes) or {},
         "training": _curve(steps, shown),
         "evaluations": _curve([held_out[at] for at in sorted(held_out)], shown),
-        "curves": curves,
         "reported": [
             {"step": row["at"], **{name: row[name] for name in reported if name in row}}
             for row in _thinned([row for row in steps if any(name in row for name in reported)])
         ],
-        "answers": answers_table(run),
-        "later": later_evaluations(run),
+        **{"curves": curves, "answers": answers_table(run), "later": later_evaluations(run), "notes": notes},
         "use": list(use_table(_curve(steps, CURVES), summary, plan)),
         "about": [printable(line) for line in about or ()],
-        "notes": notes,
     }
 
 

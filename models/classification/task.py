@@ -21,7 +21,6 @@ from isobatch.models.base import Batch, Loss, ModelSize, Rows, StepContext, Sum,
 from isobatch.models.encoder import baselines as simple
 from isobatch.models.encoder import calibration, drift, encoders, evaluation, int8, prediction, problems
 from isobatch.models.encoder import export as exporting
-from isobatch.models.encoder.class_metrics import wilson_interval
 from isobatch.models.encoder.last_layer import compute_first_alone
 from isobatch.models.encoder.report import ClassifierReport
 from isobatch.models.model_card import ModelDescription, usage_lines
@@ -276,18 +275,12 @@ class Classifier(Task):
         )
         names, problem = facts.extra["labels"], problems.of_facts(facts)
         shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
+        words = {"head": problem.head, "problem": problem.name, "file": calibration.FILE}
+        words |= {"text": evaluation.example_texts(facts), "length": self.recipe.max_length}
         return ModelDescription(
             title="Text classifier" + (", pruned" if pruned else ""),
             summary=problem.description.format(count=len(names), labels=shown),
-            usage=usage_lines(
-                __file__,
-                head=problem.head,
-                problem=problem.name,
-                file=calibration.FILE,
-                code=", trust_remote_code=True" if pruned else "",
-                text=evaluation.example_texts(facts),
-                length=self.recipe.max_length,
-            ),
+            usage=usage_lines(__file__, code=", trust_remote_code=True" if pruned else "", **words),
             remark=remark if pruned else "",
             hub_fields={"library_name": "transformers", "pipeline_tag": problem.pipeline},
         )
@@ -316,17 +309,13 @@ class Classifier(Task):
         metrics: dict[str, Any] = {"samples": len(evidence), problem.headline: 0.0}
         metrics[f"{problem.headline} within (95 %)"] = "{:.4f} to {:.4f}".format(*problem.interval(evidence))
         metrics |= problem.figures(evidence) | settled.settled_metrics(lambda: found)
-        text = "{coverage:.1%} answered, {precision:.1%} of these right"
-        for wanted, of in metrics.get("abstaining", {}).items():
-            answered = max(1, round(of["coverage"] * len(evidence)))
-            low, high = wilson_interval(of["precision"] * answered, answered)
-            kept = "not kept: train with rows like these as --valid" if high < float(wanted) else "within it"
-            shown = f"{text.format(**of)} (95 %: {low:.1%} to {high:.1%}, {wanted} is {kept})"
-            metrics[f"with --precision {wanted}"] = f"{shown}, from probability {of['threshold']:.3g} on"
-        table = problem.table("", problem.detail(evidence))
-        for name, *cells in table.rows[: problems.MOST_ANSWERS]:
-            said = map(" ".join, zip(table.head[1:5], cells, strict=False))
-            metrics[f"{table.head[0]} {name}"] = ", ".join(said)
+        answering = settled.kept.answering(found)
+        metrics |= {"answering": answering} if answering else {}
+        sure, labels = calibration.answering_table("", answering), problem.table("", problem.detail(evidence))
+        for table in (sure, labels):
+            for name, *cells in table.rows[: problems.MOST_ANSWERS]:
+                said = (" ".join(one) for one in zip(table.head[1:5], cells, strict=False) if one[1])
+                metrics[f"{table.head[0]} {name}"] = ", ".join(said)
         if metrics.get("temperature") == 1 and (known := settled.kept.confidences):
             metrics["temperature is 1 as of"] = f"too few rows ({int(known.answered[-1]):,}), all right"
         for one in simple.standings(problem, found, simple.measured(facts, batches) if facts else ()):

@@ -161,7 +161,7 @@ def _fit_classes(train: Any, labels: np.ndarray, asked: Any, count: int) -> np.n
     return logits
 
 
-def _fit_multi_label(train: Any, labels: np.ndarray, asked: Any, count: int) -> np.ndarray:  # noqa: ARG001
+def _fit_sets(train: Any, labels: np.ndarray, asked: Any, count: int) -> np.ndarray:  # noqa: ARG001
     from sklearn.multiclass import OneVsRestClassifier
 
     model = OneVsRestClassifier(_logistic_regression()).fit(train, labels > 0)
@@ -190,11 +190,9 @@ def _counts(labels: np.ndarray, count: int) -> np.ndarray:
 KINDS: Mapping[str, Kind] = {
     "classes": Kind("the largest class", _counts, "logistic regression", _fit_classes),
     "multi-label": Kind(
-        "the most frequent labels", _best_set, "logistic regression for each label", _fit_multi_label
+        "the most frequent labels", _best_set, "logistic regression for each label", _fit_sets
     ),
-    "regression": Kind(
-        "the mean", lambda labels, _: labels.mean(keepdims=True), "ridge regression", _fit_scores
-    ),
+    "regression": Kind("the mean", lambda y, _: y.mean(keepdims=True), "ridge regression", _fit_scores),
     "tokens": Kind("the most frequent tag", _counts, "the usual tag of each word"),
 }
 """By the name of the problem."""

@@ -14,14 +14,18 @@ from typing import Any
 
 import numpy as np
 
+from isobatch.core.terminal import rendered
 from isobatch.models.encoder import class_metrics
 from isobatch.models.encoder.drift import Profile
+from isobatch.models.protocols import ReportTable
 
 FILE = "calibration.safetensors"
 TEXTS = "texts."
 """What the names of counts of texts begin with."""
 SHOWN_PRECISIONS = (0.9, 0.95, 0.98, 0.99)
 """Of which the metrics say what is answered."""
+SHOWN_THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
+"""The same, probabilities from which answers are given."""
 
 ASSUMED_ANSWERS = 20
 """Held-out answers, added to those that there are, of which the probabilities as they are would be true.
@@ -116,6 +120,14 @@ class Confidences:
         return {name: threshold for name, threshold in found if threshold is not None}
 
 
+def answering_table(name: str, rows: list[dict[str, Any]]) -> ReportTable:
+    """What `Calibration.answering` found of the model of this name, for people."""
+    head = ["with", "from probability", "answered", "not answered", "right of these"]
+    note = "With predict and serve: --precision is found on validation, --threshold a probability."
+    lines = rendered(Path(__file__).with_name("answering.jinja"), rows=rows).splitlines()
+    return ReportTable(f"Answers of {name} that are sure enough", note, head, [x.split("|") for x in lines])
+
+
 def binomial_tail(successes: int, trials: int, chance: float) -> float:
     """The probability of at most so many successes; `chance` is above 0 and below 1."""
     counts = np.arange(1, successes + 1)
@@ -146,13 +158,29 @@ class Calibration:
     def metrics(self, found: class_metrics.Predictions) -> dict[str, Any]:
         """Of held-out answers: what the temperature does, and how many are given how well from where on."""
         confidence = class_metrics.softmax(found.logits / self.temperature).max(1)
-        error = class_metrics.calibration_error(confidence, found.is_correct)
-        abstaining = {}
-        for precision, threshold in (self.confidences.shown() if self.confidences else {}).items():
-            right = found.is_correct[confidence >= threshold]
-            figures = {"threshold": threshold, "coverage": len(right) / len(confidence)}
-            abstaining[precision] = figures | {"precision": float(right.mean()) if len(right) else 1.0}
+        error, abstaining = class_metrics.calibration_error(confidence, found.is_correct), {}
+        for row in self.answering(found):
+            if row["flag"] == "precision" and (threshold := row["threshold"]) is not None:
+                share = row["right"] / row["answered"] if row["answered"] else 1.0
+                figures = {"coverage": row["answered"] / row["samples"], "precision": share}
+                abstaining[f"{row['wanted']:g}"] = {"threshold": threshold, **figures}
         return {"temperature": self.temperature, "calibration_error_after": error, "abstaining": abstaining}
+
+    def answering(self, found: class_metrics.Predictions) -> list[dict[str, Any]]:
+        """Of held-out answers: how many are given, and how many of these are right, with each --precision of
+        SHOWN_PRECISIONS, whose threshold is None where validation does not show it, and each --threshold of
+        SHOWN_THRESHOLDS. Nothing where answers are not one class a text.
+        """
+        if (known := self.confidences) is None:
+            return []
+        confidence, rows = class_metrics.softmax(found.logits / self.temperature).max(1), []
+        asked = [("precision", one, known.threshold(one)) for one in SHOWN_PRECISIONS]
+        for flag, wanted, least in [*asked, *(("threshold", one, one) for one in SHOWN_THRESHOLDS)]:
+            right = found.is_correct[confidence >= (math.inf if least is None else least)]
+            row: dict[str, Any] = {"flag": flag, "wanted": wanted, "threshold": least}
+            row |= {"samples": len(confidence), "answered": len(right), "right": int(right.sum())}
+            rows.append(row | {"right_ci95": class_metrics.wilson_interval(row["right"], len(right))})
+        return rows
 
     def save(self, folder: Path) -> None:
         """Write FILE."""

@@ -150,18 +150,6 @@ def correlation(one: np.ndarray, other: np.ndarray) -> float:
     return float(apart[0] @ apart[1]) / spread if spread else 0.0
 
 
-def entity_spans(kinds: np.ndarray, begins: np.ndarray, samples: np.ndarray) -> np.ndarray:
-    """(3, e): first word, the word behind the last, and kind of each entity, in order.
-
-    Of each word its entity's kind, -1 outside, whether its tag begins one (B), and its sample: (m,) each. An
-    inside tag (I) behind none of its kind begins one too, as conlleval (CoNLL 2000) and seqeval have it.
-    """
-    same = (kinds[1:] == kinds[:-1]) & (samples[1:] == samples[:-1]) & ~begins[1:]
-    goes_on = np.concatenate([[False], same, [False]])
-    first = np.flatnonzero((kinds >= 0) & ~goes_on[:-1])
-    return np.stack([first, np.flatnonzero((kinds >= 0) & ~goes_on[1:]) + 1, kinds[first]])
-
-
 def softmax(logits: np.ndarray) -> np.ndarray:
     """(n, C) probabilities in fp64."""
     exponentials = np.exp(logits.astype(np.float64) - logits.max(1, keepdims=True, initial=-np.inf))
@@ -198,20 +186,6 @@ def bootstrap(evidence: np.ndarray, score: Callable[[np.ndarray], Any]) -> np.nd
     """
     generator, count = np.random.default_rng(0), len(evidence)
     return np.array([score(evidence[generator.integers(0, count, count)]) for _ in range(DRAWS)])
-
-
-def bootstrap_difference(
-    one: np.ndarray, other: np.ndarray, score: Callable[[np.ndarray], float]
-) -> tuple[float, float, float, float]:
-    """(difference, low, high, p): score of `one` less that of `other`, its 95 % interval, two-sided p-value.
-
-    one, other: (n, k) evidence on the same samples, which are drawn together (paired bootstrap, Efron and
-    Tibshirani 1993). p is twice the share of the draws on the rarer side of 0, a tie on both.
-    """
-    drawn = bootstrap(np.stack([one, other], 1), lambda rows: score(rows[:, 0]) - score(rows[:, 1]))
-    fewer = min(int((drawn <= 0).sum()), int((drawn >= 0).sum()))
-    low, high = np.percentile(drawn, (2.5, 97.5)).tolist()
-    return score(one) - score(other), low, high, min(1.0, 2 * (fewer + 1) / (DRAWS + 1))
 
 
 def wilson_interval(num_correct: float, count: int) -> list[float]:

@@ -126,20 +126,13 @@ def onnx_session(file: Path, threads: int = 0) -> Any:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
-    if not _has_vnni():  # there sums of two products saturate unless weights are read as unsigned
+    info = Path("/proc/cpuinfo")  # where there is none, or it has VNNI, to read weights as unsigned is slower
+    if info.is_file() and "vnni" not in info.read_text():  # else sums of two products saturate
         options.add_session_config_entry("session.x64quantprecision", "1")
     try:
         return onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # the library's exceptions have no base of their own
         raise UserError(f"{file} cannot be opened by onnxruntime: {first_line(error)}") from None
-
-
-def _has_vnni() -> bool:
-    """Whether this processor multiplies 8-bit integers without saturation, as far as Linux tells; onnxruntime
-    would read weights as unsigned on others, too, which is slower.
-    """
-    info = Path("/proc/cpuinfo")
-    return not info.is_file() or "vnni" in info.read_text()
 
 
 def has_text_pairs(facts: Facts) -> bool:

@@ -75,14 +75,9 @@ def check_rounded(kind: str, problem: Problem, trained: Predictions, exported: P
             f" {100 * figures[1]:.1f} % ({problem.test_name} {test.p:.2g}), and at most"
             f" {100 * MOST_LOST:g} points may go: `auto --task qat` trains a model to be rounded"
         )
-    return {
-        f"trained_{problem.headline}": figures[0],
-        f"exported_{problem.headline}": figures[1],
-        problem.test_name: test.p,
-        "agreement": 1 - len(trained.differing(exported)) / len(trained.labels),
-        "max_logit_difference": difference,
-        "samples": len(exported.labels),
-    }
+    found = {f"trained_{problem.headline}": figures[0], f"exported_{problem.headline}": figures[1]}
+    found |= {problem.test_name: test.p, "max_logit_difference": difference, "samples": len(exported.labels)}
+    return found | {"agreement": 1 - len(trained.differing(exported)) / len(exported.labels)}
 
 
 def quantize(kind: str, fp32: Path, file: Path, batches: Batches) -> None:

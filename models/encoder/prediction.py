@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from isobatch.core.errors import UserError
+from isobatch.core.terminal import rendered
 from isobatch.models import hub, saving
 from isobatch.models.encoder import drift, evaluation, problems
 from isobatch.models.encoder.calibration import DOUBT
@@ -30,6 +31,8 @@ TOKENS_AT_A_TIME = 8192
 COLUMNS = ("text_column", "pair_column")
 """Names in config.json's `isobatch` of what was read in training; null for the usual names."""
 TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "config.json"
+UNSHOWN = Path(__file__).with_name("unshown.jinja")
+"""What is said of a precision that validation cannot show."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,16 +92,7 @@ class TextClassifier:
             why = old if self.problem.has_confidence else f"{other}: leave it out"
             raise UserError(f"--precision {precision:g}: the model has no confidences of validation: {why}")
         if (threshold := known.threshold(precision)) is None:
-            rows, wrong = int(known.answered[-1]), int(known.wrong[-1])
-            hundredths, needed = range(int(100 * precision), 49, -1), known.rows_needed(precision)
-            less = [n / 100 for n in hundredths if known.threshold(n / 100) is not None][:1]
-            ways = [f"ask for {one:g}" for one in less]
-            ways += [f"validate on about {needed:,} rows like these (--valid)"] if needed else []
-            raise UserError(
-                f"--precision {precision:g}: {rows:,} validation rows, {wrong:,} of them answered wrong, show"
-                f" it of no answers with {100 * (1 - DOUBT):g} % confidence:"
-                f" {', or '.join(ways) or 'its surest answers are wrong too often: train a better model'}"
-            )
+            raise UserError(rendered(UNSHOWN, precision=precision, known=known, doubt=DOUBT))
         place = int((known.confidence >= threshold).sum()) - 1
         answered, wrong = (int(of[place]) for of in (known.answered, known.wrong))
         low, high = wilson_interval(answered - wrong, answered)

@@ -151,9 +151,19 @@ class Problem(ABC):
         return [float(end) for end in np.percentile(drawn, (2.5, 97.5))]
 
     def difference(self, one: np.ndarray, other: np.ndarray) -> Difference:
-        """The paired test of two models, from their evidence on the same samples."""
-        both = self.brief(one), self.brief(other)
-        return Difference(*class_metrics.bootstrap_difference(*both, self.score))
+        """The paired test of two models, from their evidence on the same samples, which are drawn together
+        (paired bootstrap, Efron and Tibshirani 1993). p is twice the share of the draws on the rarer side of
+        0, a tie on both.
+        """
+        both = np.stack([self.brief(one), self.brief(other)], 1)
+
+        def apart(rows: np.ndarray) -> float:
+            return self.score(rows[:, 0]) - self.score(rows[:, 1])
+
+        drawn = class_metrics.bootstrap(both, apart)
+        fewer = min(int((drawn <= 0).sum()), int((drawn >= 0).sum()))
+        low, high = np.percentile(drawn, (2.5, 97.5)).tolist()
+        return Difference(apart(both), low, high, min(1.0, 2 * (fewer + 1) / (class_metrics.DRAWS + 1)))
 
     def detail(self, evidence: np.ndarray) -> dict[str, Any]:
         """What `table` reads, as JSON."""
@@ -485,9 +495,8 @@ class Regression(Problem):
     def table(self, name: str, row: ReportRow) -> ReportTable:
         names = {"spearman": "Spearman", "pearson": "Pearson", "mae": "mean absolute error", "rmse": "RMSE"}
         lines = [[said, f"{row[metric]:.4f}"] for metric, said in names.items()]
-        return ReportTable(
-            f"Scores of {name}", f"{self.labels[0]}, as in the data.", ["figure", "value"], lines
-        )
+        title, note = f"Scores of {name}", f"{self.labels[0]}, as in the data."
+        return ReportTable(title, note, ["figure", "value"], lines)
 
     def answers(self, logits: Sequence[np.ndarray], texts: Sequence[Any]) -> list[dict[str, Any]]:
         """`prediction`: the score."""
@@ -516,8 +525,16 @@ class Entities(OneOfSeveral, Counted):
         self._begins = np.array([label.startswith("B") for label in labels])
 
     def entities(self, tags: np.ndarray, samples: np.ndarray) -> np.ndarray:
-        """(3, e) first word, the word behind the last, and kind, of the tags (m,) of words of samples."""
-        return class_metrics.entity_spans(self._kind[tags], self._begins[tags], samples)
+        """(3, e): first word, the word behind the last, and kind of each entity, in order, from the tag and
+        the sample of each word: (m,) each.
+
+        An inside tag (I) behind none of its kind begins one too, as conlleval (CoNLL 2000) and seqeval have
+        it.
+        """
+        kinds, same_sample = self._kind[tags], samples[1:] == samples[:-1]
+        goes_on = np.pad((kinds[1:] == kinds[:-1]) & same_sample & ~self._begins[tags][1:], 1)
+        first = np.flatnonzero((kinds >= 0) & ~goes_on[:-1])
+        return np.stack([first, np.flatnonzero((kinds >= 0) & ~goes_on[1:]) + 1, kinds[first]])
 
     def evidence(self, found: Predictions) -> np.ndarray:
         assert found.words is not None, "words are tagged"

@@ -12,6 +12,7 @@ from isobatch.core.measures import format_bytes, format_p_value
 from isobatch.core.terminal import rendered
 from isobatch.models.encoder import baselines as simple
 from isobatch.models.encoder import evaluation, latency, problems
+from isobatch.models.encoder.calibration import answering_table
 from isobatch.models.encoder.encoders import open_classifier
 from isobatch.models.encoder.problems import NOISE, SIGNIFICANT, Problem
 from isobatch.models.protocols import Batches, ReportRow, ReportTable, TaskReport
@@ -20,12 +21,7 @@ if TYPE_CHECKING:
     from isobatch.core.facts import Facts
 
 RUNTIMES = {"torch": "torch", "onnx": "onnxruntime"}
-AHEAD, AGAINST = (Path(__file__).with_name(f"{name}.jinja") for name in ("ahead", "against"))
-COLUMNS = (
-    "model", "accuracy, % (95 %)", "file", "ms, 1 text", "speed (95 %)",
-    "points against the first (95 %, p)", "parameters", "texts/s", "memory",
-    "training",
-)  # fmt: skip
+AHEAD, AGAINST, CELLS = (Path(__file__).with_name(f"{n}.jinja") for n in ("ahead", "against", "cells"))
 
 
 class ClassifierReport(TaskReport):
@@ -55,26 +51,16 @@ class ClassifierReport(TaskReport):
             opened = {**asked, "model_path": str(path.resolve())}
             found = evaluation.predict(evaluation.open_runner(path), batches())
             evidence = problem.evidence(found)
-            rows.append(
-                {
-                    "form": form,
-                    "runtime": runtime,
-                    "samples": len(evidence),
-                    "problem": problem.name,
-                    "parameters": parameters,
-                    "file": str(file.relative_to(final.parent)),
-                    "file_bytes": file.stat().st_size,
-                    "baselines": simple.standings(problem, found, others),
-                    "opened": opened,
-                    "peak_memory_bytes": in_child("models.encoder.latency:peak_memory", model=opened),
-                    "class_names": problem.labels,
-                    **problem.detail(evidence),
-                    problem.headline: problem.score(evidence),
-                    f"{problem.headline}_ci95": problem.interval(evidence),
-                    "evidence": problem.brief(evidence).tolist(),
-                    "labels": found.labels.tolist(),
-                }
-            )
+            row = {"form": form, "runtime": runtime, "problem": problem.name, "class_names": problem.labels}
+            row |= {"samples": len(evidence), "labels": found.labels.tolist(), "parameters": parameters}
+            row |= {"file": str(file.relative_to(final.parent)), "file_bytes": file.stat().st_size}
+            row |= {"opened": opened, "baselines": simple.standings(problem, found, others)}
+            row |= {problem.headline: problem.score(evidence), **problem.detail(evidence)}
+            row[f"{problem.headline}_ci95"] = problem.interval(evidence)
+            row["evidence"] = problem.brief(evidence).tolist()
+            row["answering"] = problem.kept.answering(found)
+            row["peak_memory_bytes"] = in_child("models.encoder.latency:peak_memory", model=opened)
+            rows.append(row)
         return rows
 
 
@@ -104,34 +90,11 @@ def compare(rows: list[ReportRow], in_child: Callable[..., Any]) -> list[ReportR
     return [{k: v for k, v in row.items() if k not in ("evidence", "labels")} for row in rows]
 
 
-def columns(rows: list[ReportRow]) -> list[str]:
-    """Heads of the table of all models."""
-    return [name.replace("accuracy", _problem(rows[0]).title) for name in COLUMNS]
-
-
-def cells(row: ReportRow) -> list[str]:
-    """A model as text under `columns`."""
-    problem, name = _problem(row), _problem(row).headline
-    low, high = (100 * x for x in row[f"{name}_ci95"])
-    one, (least, most) = row["batch_1"], row["speedup_ci95"]
-    speed, points = f"{row['speedup']:.2f}x ({least:.2f} to {most:.2f})", row[f"{name}_verdict"]
-    if row["speed_verdict"] == "baseline":
-        speed = f"baseline of {RUNTIMES[row['runtime']]}"
-    if points != "baseline" and (p := row[problem.test_name]) is not None:
-        apart = (100 * x for x in row[f"{name}_difference_ci95"])
-        points = "{:+.1f} ({:+.1f} to {:+.1f})".format(*apart) + f", p {format_p_value(p)}"
-    return [
-        f"{row['run']}, {row['form']}",
-        f"{100 * row[name]:.2f} ({low:.1f} to {high:.1f})",
-        format_bytes(row["file_bytes"]),
-        f"{one['p50']:.2f} / {one['p95']:.2f}",
-        speed,
-        points,
-        f"{row['parameters']:,}",
-        f"{row['samples_per_second']:,.0f}",
-        format_bytes(row["peak_memory_bytes"]),
-        f"{row['train_seconds']:,.0f} s",
-    ]
+def cells(row: ReportRow) -> dict[str, str]:
+    """A model as text, by the heads of the table of all models."""
+    shown = {"runtimes": RUNTIMES, "size": format_bytes, "p_value": format_p_value}
+    lines = rendered(CELLS, row=row, problem=_problem(row), **shown).splitlines()
+    return dict(line.split(": ", 1) for line in lines)
 
 
 def caption(row: ReportRow, machine: str) -> str:
@@ -141,11 +104,17 @@ def caption(row: ReportRow, machine: str) -> str:
 
 
 def verdicts(rows: list[ReportRow]) -> list[str]:
-    """Who is ahead; and of each run the last form, which is the one to ship."""
+    """Who is ahead; and of each run the form that was chosen, else the last one, which is the one to ship."""
     baselines = {row["runtime"]: row for row in reversed(rows)}
     last = {row["run"]: row for row in rows if row["run"] != rows[0]["run"]}
-    against = [_worth_against(row, rows[0], baselines[row["runtime"]]) for row in last.values()]
-    return [_who_is_ahead(rows), *against] if rows else []
+    last |= {row["run"]: row for row in rows[1:] if row["chosen"]}
+    found = [_who_is_ahead(rows)] if rows else []
+    shown = {"noise": NOISE, "runtimes": RUNTIMES, "size": format_bytes}
+    for row in last.values():  # speed is against the first in the same runtime
+        both = {"row": row, "first": rows[0], "alike": baselines[row["runtime"]], "problem": _problem(row)}
+        same_figure = _problem(rows[0]).headline == both["problem"].headline
+        found.append(rendered(AGAINST, same_figure=same_figure, **both, **shown))
+    return found
 
 
 def tables(row: ReportRow) -> list[ReportTable]:
@@ -156,7 +125,8 @@ def tables(row: ReportRow) -> list[ReportTable]:
         [one["name"], f"{100 * one['score']:.2f}", _points(one), one["verdict"]] for one in row["baselines"]
     ]
     note = f"Learnt from the same training rows and measured on the same {row['samples']:,} samples."
-    return [_problem(row).table(name, row), ReportTable(f"{name} beside simple models", note, head, rows)]
+    found = [_problem(row).table(name, row), ReportTable(f"{name} beside simple models", note, head, rows)]
+    return [*found, *([answering_table(name, row["answering"])] if row["answering"] else [])]
 
 
 def _problem(row: ReportRow) -> Problem:
@@ -178,11 +148,3 @@ def _points(one: dict[str, Any]) -> str:
     """How far the model is above a baseline."""
     value, low, high = (100 * one[part] for part in ("value", "low", "high"))
     return f"({value:+.1f} points, {low:+.1f} to {high:+.1f}, p {format_p_value(one['p'])})"
-
-
-def _worth_against(row: ReportRow, first: ReportRow, alike: ReportRow) -> str:
-    """Accuracy and file against the first model, speed against `alike`, the first in the same runtime."""
-    problem, shown = _problem(row), {"noise": NOISE, "runtimes": RUNTIMES, "size": format_bytes}
-    same_figure = _problem(first).headline == problem.headline
-    rows = {"row": row, "first": first, "alike": alike}
-    return rendered(AGAINST, problem=problem, same_figure=same_figure, **rows, **shown)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from isobatch.engine.runs.run_folder import RunFolder
-from isobatch.launch.report.page import write_report
+from isobatch.launch.report.page import collect, write_report
 from isobatch.tests.integration.helpers import launch, run_code, succeed, summary
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def test_answers_are_those_of_transformers_and_stand_before_and_after(home: Path
         assert [metrics[name] for name in shares] == [sum(row[name] for row in part) / 4 for name in shares]
     assert found["before"]["loss"] > found["metrics"]["loss"]
     assert found["metrics"]["valid_tool_calls"] > 0, rows[-4:]
-    write_report([RunFolder.open(str(run))], home / "report")
+    write_report(collect([RunFolder.open(str(run))]), home / "report")
     page = (home / "report" / "report.html").read_text()
     assert "before and after training: one" in page
     assert "valid tool calls before training" in page

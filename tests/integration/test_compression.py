@@ -144,6 +144,11 @@ def check_report(home: Path) -> None:
     )
     made = json.loads(done.stdout)
     assert made == json.loads((home / "report" / "report.json").read_text())
+    again = launch(
+        "report", "runs/teacher", "runs/pruned", "runs/small", "--to", "report", "--json", cwd=home
+    )
+    assert "the same files were measured here on " in again.stderr
+    assert json.loads(again.stdout)["models"] == made["models"], "speeds too"
     forms = [(row["run"], row["form"]) for row in made["models"]]
     assert forms[:2] == [("teacher", "torch fp32"), ("pruned", "torch fp32")]
     assert ("small", "onnxruntime 4-bit") in forms

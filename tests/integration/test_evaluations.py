@@ -10,7 +10,7 @@ import pytest
 
 from isobatch.core.extras import has
 from isobatch.engine.runs.run_folder import RunFolder
-from isobatch.launch.report.page import write_report
+from isobatch.launch.report.page import collect, write_report
 from isobatch.launch.report.records import later_evaluations
 from isobatch.tests.integration.helpers import launch, run_code, succeed
 from isobatch.tests.tiny_models import WORDS
@@ -186,7 +186,7 @@ def test_the_harness_measures_the_final_model_on_tasks_of_a_folder(tmp_path: Pat
     done = succeed("evaluate", "runs/run", "--lm-eval", "tasks", "--limit", "12", "--json", cwd=tmp_path)
     by_hand = run_code(BY_HAND, "runs/run/final", "rows.jsonl", cwd=tmp_path)
     assert json.loads(done.stdout)["colours"]["acc"] == float(by_hand.stdout), by_hand.stderr
-    write_report([RunFolder.open(str(tmp_path / "runs/run"))], tmp_path / "report")
+    write_report(collect([RunFolder.open(str(tmp_path / "runs/run"))]), tmp_path / "report")
     assert "colours" in (tmp_path / "report" / "report.html").read_text()
     succeed("verify", "runs/run", "--level", "records", cwd=tmp_path)
     unknown = launch("evaluate", "runs/run", "--lm-eval", "nosuch", cwd=tmp_path)

@@ -14,7 +14,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from isobatch.engine.runs.run_folder import RunFolder
-from isobatch.launch.report.page import write_report
+from isobatch.launch.report.page import collect, write_report
 from isobatch.launch.serving.command import ServeOptions, make_app
 from isobatch.tests.integration.helpers import (
     launch,
@@ -81,7 +81,7 @@ def test_an_answer_is_learnt_and_given(home: Path) -> None:
     prompt = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
     assert prompt.endswith("### Instruction:\nWhat does a duck say?\n\n### Response:\n")
     assert summary(run)["metrics"]["unit"] == "response token"
-    made = write_report([RunFolder.open(str(run))], home / "report")
+    made = write_report(collect([RunFolder.open(str(run))]), home / "report")
     assert made.runs[0]["metrics"]["perplexity"] == summary(run)["metrics"]["perplexity"]
     for page in ("report.md", "report.html"):
         assert "[reference: It says" in (home / "report" / page).read_text()

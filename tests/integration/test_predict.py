@@ -235,8 +235,10 @@ def test_every_folder_in_a_run_is_taken_or_answered_with_its_run(
         rows = [json.loads(line) for line in (home / "texts.jsonl").read_text().splitlines()]
         answers = predictions(home, "runs/small/chosen", *(row["text"] for row in rows))
         given = [one["probability"] >= 0.3 for one in answers]
-        assert measured["with --precision 0.9"].startswith(f"{sum(given) / len(given):.1%} answered, ")
-        assert measured["with --precision 0.9"].endswith("), from probability 0.3 on")
+        said = f"from probability 0.3, answered {sum(given)} ({sum(given) / len(given):.1%}), not answered "
+        assert measured["with --precision 0.9"].startswith(said)
+        flags = [f"--{one['flag']} {one['wanted']:g}" for one in measured["answering"]]
+        assert [name for name in measured if name.startswith("with --")] == [f"with {one}" for one in flags]
         right = sum(one["prediction"] == row["label"] for one, row in zip(answers, rows, strict=True))
         assert (measured["samples"], measured["accuracy"]) == (len(rows), pytest.approx(right / len(rows)))
         assert sum(name.startswith("class ") for name in measured) == len(SOUNDS) + 1  # and their mean
@@ -302,7 +304,11 @@ BLOCKED = ("torch", "transformers", "safetensors", "isobatch")
 
 @pytest.mark.parametrize("run", ["one", "pair", "sets", "small"])
 def test_the_program_of_the_docs_answers_as_predict(
-    run: str, home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: str,
+    home: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """With onnxruntime, tokenizers and numpy alone, from the folder of an export."""
     assert PROGRAM is not None
@@ -337,6 +343,9 @@ def test_the_program_of_the_docs_answers_as_predict(
     said = capsys.readouterr().err
     assert f"{form.replace('onnx', 'model')}.onnx: " in said
     assert f" {100 * figure:.1f} % on {score['samples']} valid samples" in said
+    monkeypatch.setattr(sys, "argv", ["answer.py", str(folder), "0.97"])
+    with pytest.raises(SystemExit, match=r"precision 0\.97: validation shows (none|0\.9)"):
+        exec(PROGRAM[1], {})
     for found, wanted in zip(answers, expected, strict=True):
         assert found["prediction"] == (wanted["prediction"] if found.get("probability", 1) >= least else None)
         assert found.get("probability") == pytest.approx(wanted.get("probability"), abs=1e-6)

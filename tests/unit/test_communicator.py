@@ -108,3 +108,10 @@ def test_the_launcher_says_on_which_node_a_rank_is(
 ) -> None:
     environment = dict(word.split("=") for word in words.split())
     assert node_and_nodes(environment, rank, size) == expected
+
+
+def test_a_process_may_train_in_one_precision_after_another() -> None:
+    """As --task compress does where its stages are planned in several."""
+    with preserve_process_state():
+        for precision, mixed in (("bf16", "bf16"), ("fp32", "no")):
+            assert Communicator(plan(precision=precision)).accelerator.mixed_precision == mixed

@@ -11,7 +11,7 @@ from isobatch.core.facts import Facts
 from isobatch.engine.registry import workload
 from isobatch.engine.runs.run_folder import Verdict
 from isobatch.launch.commands.auto import auto
-from isobatch.launch.commands.compress import CompressOptions, compress, stages_of
+from isobatch.launch.commands.compress import CompressOptions, compress, parse_stages, stages_of
 from isobatch.launch.commands.plan import plan
 from isobatch.models.compression.pruning import Pruning
 
@@ -98,12 +98,22 @@ def test_each_way_to_round_is_a_form_or_a_stage() -> None:
         (["--quantize", "int3"], "--quantize int3"),
         (["--choose", "best"], "--choose best"),
         (["--bits", "8"], "--bits 8: of this chain --quantize int8-qat,int4 says it"),
-        (["--steps", "1,2"], "one for each of classifier, pruning, qat"),
+        (["--steps", "1,2"], "2 numbers for 3 stages: .* one for each of classifier, pruning, qat"),
+        (["--steps", "1,2,3", "--quantize", "dynamic"], "for 2 stages: .* each of classifier, pruning"),
+        (["--epochs", "1,2,3", "--quantize", "int8-qat,int4"], "for 4 stages: .* pruning, qat-int8, qat"),
     ],
 )
 def test_flags_of_the_chain_are_checked_before_it_trains(words: list[str], said: str) -> None:
     with pytest.raises(UserError, match=said):
         compress(["--task", "compress", *words])
+
+
+@pytest.mark.parametrize("quantize", ["dynamic", "static,int4", "int8-qat,int4"])
+def test_each_stage_that_is_there_may_have_its_own_length(quantize: str) -> None:
+    stages = stages_of(quantize.split(","))
+    steps = [str(number) for number in range(1, len(stages) + 1)]
+    words = ["--task", "compress", "--quantize", quantize, "--steps", ",".join(steps)]
+    assert [flags["steps"] for flags in parse_stages(words)[1].values()] == steps
 
 
 def test_a_chain_has_no_plan_of_its_own() -> None:

@@ -600,6 +600,15 @@ def test_rows_without_a_text_or_a_label_are_left_out_and_counted(kind: str, tmp_
     assert [said.format(of_label) in note for note in notes[2:]] == [True] * (2 * bool(nothing))
 
 
+def test_texts_in_an_encoding_that_was_taken_for_another_are_counted(tmp_path: Path) -> None:
+    texts = ["Konto \u2013 gesperrt", "M\u00fcller \u201ekauft\u201c", "plain"]
+    wrong = [text.encode("cp1252").decode("latin-1") for text in texts]  # of the first two it is not the text
+    as_jsonl(tmp_path / "train.jsonl", [{"text": text, "label": label} for text in wrong for label in "ab"])
+    as_jsonl(tmp_path / "valid.jsonl", [{"text": text, "label": label} for text in texts for label in "ab"])
+    notes = [note for note in make(tmp_path).encode_splits()[2]["notes"] if "U+0080" in note]
+    assert [note.partition(" rows hold ")[0] for note in notes] == ["train: 4"]
+
+
 def test_cells_with_commas_that_look_like_sets_are_told(tmp_path: Path) -> None:
     sets = ["card,fees", "fees", "card", "fees,card", "loan,card", "loan"]
     places = ["Paris, France", "Bonn, Germany", "Rome, Italy"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ import isobatch
 from isobatch.core.errors import TrainingError, UserError
 from isobatch.core.recipe import Recipe
 from isobatch.engine.forensics import receipt as receipts
+from isobatch.engine.registry import MOVED, workload
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.forensics.receipt import AuditOptions, Finding, audit, audit_receipt, receipt
 from isobatch.launch.local.process_state import preserve_process_state
@@ -201,6 +203,18 @@ def test_a_run_that_was_changed_has_no_receipt(made: Fixtures, tmp_path: Path) -
 def test_a_receipt_from_before_exports_were_named_holds(made: Fixtures, tmp_path: Path) -> None:
     file = edited(made, tmp_path, lambda content: content.pop("exports"))
     assert audited(file, run=str(made.run)).problems == []
+
+
+def test_a_model_that_has_moved_is_read_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a pruned run on an auditor's machine; the recipe itself stays as it was signed."""
+    recipe, _ = workload("pruning").complete({"model": "tiny", "tokenizer": "gone/away"})
+    recipe = dataclasses.replace(recipe, options={**recipe.options, "teacher": "gone/away"})
+    before = recipe.hash()
+    monkeypatch.setitem(MOVED, "gone/away", "here")
+    task, data = workload("pruning").make(recipe)
+    assert (task.recipe.model, task.recipe.tokenizer, data.recipe.tokenizer) == ("tiny", "here", "here")
+    assert (task.recipe.options["teacher"], task.options.teacher) == ("here", "here")  # type: ignore[attr-defined]
+    assert recipe.hash() == before != task.recipe.hash()
 
 
 def with_export(made: Fixtures, folder: Path) -> tuple[RunFolder, Path]:

@@ -16,7 +16,7 @@ from isobatch.core.facts import Facts
 from isobatch.engine.registry import workload
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
-from isobatch.launch.report.page import report, write_report
+from isobatch.launch.report.page import collect, report, write_report
 from isobatch.launch.report.records import draw_figure, drawings_of, later_evaluations, training_panels
 from isobatch.tests.unit.helpers import plan
 
@@ -45,7 +45,7 @@ def run(tmp_path: Path) -> RunFolder:
 
 
 def records(run: RunFolder, folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = write_report([run], folder).to_dict()["runs"][0]
+    found: dict[str, Any] = write_report(collect([run]), folder).to_dict()["runs"][0]
     return found
 
 
@@ -134,7 +134,7 @@ document.body.innerHTML = "<pre>" + JSON.stringify({
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium: apt-get install chromium")
 @pytest.mark.parametrize("width", [1280, 390])
 def test_in_a_browser_nothing_is_cut_missing_or_fetched(run: RunFolder, width: int, tmp_path: Path) -> None:
-    write_report([run], tmp_path)
+    write_report(collect([run]), tmp_path)
     page = html.escape((tmp_path / "report.html").read_text())
     frame = f'<iframe style="width: {width}px; height: 9000px; border: 0" srcdoc="{page}"></iframe>'
     (tmp_path / "test.html").write_text(
@@ -195,6 +195,6 @@ def test_runs_lie_over_each_other(run: RunFolder, tmp_path: Path) -> None:
         RunOptions(),
     )
     shutil.copy(run.metrics, other.metrics)
-    write_report([run, RunFolder.open(other.folder)], tmp_path / "to")
+    write_report(collect([run, RunFolder.open(other.folder)]), tmp_path / "to")
     page = (tmp_path / "to" / "report.html").read_text()
     assert page.count(">a run: training, smoothed<") == page.count(">other: training, smoothed<") == 1

@@ -201,7 +201,7 @@ def test_a_tokenizer_whose_folder_is_gone_is_that_of_final_if_it_is_the_same(tmp
     with pytest.raises(UserError, match="the data is not what"):
         locate_data(RunFolder(run.folder), run.recipe, None)
     run.final.rename(tmp_path / "other")
-    with pytest.raises(UserError, match="no such folder or file; put it back there, or have"):
+    with pytest.raises(UserError, match="no such folder or file; put it back, say where it lies now"):
         locate_data(RunFolder(run.folder), run.recipe, None)
     (tmp_path / "first.away").rename(run.final)
     found = RunFolder(run.folder)

@@ -165,6 +165,26 @@ def test_a_wanted_precision_says_what_validation_measured(file: str, whose: str)
     assert (found.threshold, found.shown) == (0.5, said + whose)
 
 
+def test_what_is_answered_how_well_is_counted_for_precisions_and_probabilities() -> None:
+    """Validation has 800 rows of .8, of which 4 are wrong, and 200 of .4, all wrong; then 100 rows of .9 and
+    100 of .4 are answered, all right.
+    """
+    known = Confidences.of(np.repeat([0.8, 0.4], [800, 200]), np.repeat([True, False], [796, 204]))
+    logits = np.log(np.repeat([[0.9, 0.05, 0.05], [0.4, 0.3, 0.3]], 100, axis=0))
+    kept, found = Calibration(confidences=known), Predictions(logits, np.zeros(200, np.int64))
+    rows = {f"--{row['flag']} {row['wanted']:g}": row for row in kept.answering(found)}
+    assert [rows[f"--precision {one}"]["threshold"] for one in (0.9, 0.98, 0.99)] == [0.8, 0.8, None]
+    assert rows["--precision 0.98"]["right_ci95"] == wilson_interval(100, 100)
+    answered = [rows[f"--threshold {one}"]["answered"] for one in (0.5, 0.95)]
+    assert answered == [rows["--precision 0.98"]["answered"], 0] == [100, 0]
+    table = calibration.answering_table("m", [*rows.values()])
+    assert table.rows[2][:4] == ["--precision 0.98", "0.8", "100 (50.0%)", "100"]
+    assert table.rows[3][2:] == ["none: validation does not show it", "", ""]
+    assert {len(row) for row in table.rows} == {len(table.head)}
+    assert kept.metrics(found)["abstaining"].keys() == kept.confidences.shown().keys()  # type: ignore[union-attr]
+    assert Calibration().answering(found) == []
+
+
 def test_answers_of_one_confidence_are_given_or_not_together() -> None:
     found = Confidences.of(np.repeat([0.9, 0.5], 100), np.repeat([True, False], 100))
     assert sorted({*found.answered.tolist()}) == [100, 200]
