@@ -166,7 +166,7 @@ def _measure(
         if split == "train":
             continue
         rows = report.measure(run.final, run.folder / "exports", run.facts, batches, call_in_child)
-        where = {"run": printable(run.folder.name), "task": printable(run.recipe.task)}
+        where: ReportRow = {"run": printable(run.folder.name), "task": printable(run.recipe.task)}
         where |= {"split": split, "train_seconds": (run.summary() or {}).get("train_seconds")}
         each = zip(rows, some, known, strict=True)
         models += [{**where, **row, "digest": digests[file.name]} for row, file, digests in each]

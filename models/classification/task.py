@@ -275,7 +275,7 @@ class Classifier(Task):
         )
         names, problem = facts.extra["labels"], problems.of_facts(facts)
         shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
-        words = {"head": problem.head, "problem": problem.name, "file": calibration.FILE}
+        words: dict[str, Any] = {"head": problem.head, "problem": problem.name, "file": calibration.FILE}
         words |= {"text": evaluation.example_texts(facts), "length": self.recipe.max_length}
         return ModelDescription(
             title="Text classifier" + (", pruned" if pruned else ""),

@@ -51,10 +51,10 @@ class ClassifierReport(TaskReport):
             opened = {**asked, "model_path": str(path.resolve())}
             found = evaluation.predict(evaluation.open_runner(path), batches())
             evidence = problem.evidence(found)
-            row = {"form": form, "runtime": runtime, "problem": problem.name, "class_names": problem.labels}
+            row: ReportRow = {"form": form, "runtime": runtime, "problem": problem.name, "opened": opened}
             row |= {"samples": len(evidence), "labels": found.labels.tolist(), "parameters": parameters}
             row |= {"file": str(file.relative_to(final.parent)), "file_bytes": file.stat().st_size}
-            row |= {"opened": opened, "baselines": simple.standings(problem, found, others)}
+            row |= {"class_names": problem.labels, "baselines": simple.standings(problem, found, others)}
             row |= {problem.headline: problem.score(evidence), **problem.detail(evidence)}
             row[f"{problem.headline}_ci95"] = problem.interval(evidence)
             row["evidence"] = problem.brief(evidence).tolist()
@@ -111,9 +111,9 @@ def verdicts(rows: list[ReportRow]) -> list[str]:
     found = [_who_is_ahead(rows)] if rows else []
     shown = {"noise": NOISE, "runtimes": RUNTIMES, "size": format_bytes}
     for row in last.values():  # speed is against the first in the same runtime
-        both = {"row": row, "first": rows[0], "alike": baselines[row["runtime"]], "problem": _problem(row)}
-        same_figure = _problem(rows[0]).headline == both["problem"].headline
-        found.append(rendered(AGAINST, same_figure=same_figure, **both, **shown))
+        both = {"row": row, "first": rows[0], "alike": baselines[row["runtime"]]}
+        problem, same_figure = _problem(row), _problem(rows[0]).headline == _problem(row).headline
+        found.append(rendered(AGAINST, problem=problem, same_figure=same_figure, **both, **shown))
     return found
 
 

@@ -88,7 +88,7 @@ def worth(run: str, right: int, ms: float, runtime: str = "torch", file_bytes: i
         "split": "test",
         "accuracy_ci95": [0.82, 0.94],
     }
-    shown |= {"confusion": [[36, 4], [6, 54]], "baselines": [LARGEST, TF_IDF]}
+    shown |= {"confusion": [[36, 4], [6, 54]], "baselines": [LARGEST, TF_IDF], "chosen": False}
     return row(right, 100, ms, run=run, runtime=runtime) | shown
 
 
@@ -120,3 +120,12 @@ def test_a_sentence_says_what_the_small_model_costs_and_gains() -> None:
     ]
     _, alike = verdicts(compared([worth("big", 90, 8), worth("big", 90, 4, "onnx"), small]))
     assert alike.endswith("9.0 times smaller; 4.0 times the speed in onnxruntime (4.0 to 4.0).")
+
+
+def test_the_form_that_was_chosen_is_compared() -> None:
+    """Else the last one."""
+    forms = [worth("small", 89, ms, "onnx") | {"form": form} for form, ms in (("dynamic", 1), ("static", 2))]
+    for chosen, said in (((False, False), "static"), ((True, False), "dynamic")):
+        marked = [one | {"chosen": is_it} for one, is_it in zip(forms, chosen, strict=True)]
+        _, alone = verdicts(compared([worth("big", 90, 8), *marked]))
+        assert alone.startswith(f"small, {said}, against big: ")
