@@ -208,6 +208,17 @@ def quantizers(model: nn.Module) -> list[ActivationQuantizer]:
     return [m for m in model.modules() if isinstance(m, ActivationQuantizer)]
 
 
+def levels_of_scales(model: nn.Module) -> dict[str, int]:
+    """Name of each learned scale -> the levels of the range that it makes."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, QuantLinear):
+            found[f"{name}.weight_scale"] = max_level(module.bits)
+        elif isinstance(module, ActivationQuantizer):
+            found[f"{name}.scale"] = MAX_ACTIVATION_LEVEL
+    return found
+
+
 def quantize_model(model: Any, bits: int, embedding_bits: int) -> None:
     """Replace a classifier's linear layers and embeddings by quantized ones, in place.
 

@@ -11,6 +11,9 @@ import pytest
 import torch
 
 from isobatch.core.errors import ExportError
+from isobatch.core.recipe import Recipe
+from isobatch.engine.optimization.parameter_groups import make_optimizer
+from isobatch.engine.registry import workload_of
 from isobatch.models import saving
 from isobatch.models.encoder import (
     class_metrics,
@@ -80,6 +83,23 @@ def test_learned_step_sizes_get_the_gradient_of_torchs_own_kernel() -> None:
         found.append((out.detach(), w.grad, s.grad))
     for mine, torchs in zip(*found, strict=True):
         torch.testing.assert_close(mine, torchs)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_step_of_adam_moves_a_range_as_far_as_a_weight(bits: int) -> None:
+    recipe = Recipe(task="qat", lr=1e-3)
+    task, _ = workload_of(recipe).make(recipe)
+    model = quantized(bits=bits)
+    task.begin_phase(model, "qat", lambda _: ())
+    scales = {n: p for n, p in model.named_parameters() if n.endswith("scale")}
+    before = {name: scale.clone() for name, scale in scales.items()}
+    optimizer = make_optimizer(task, model, "cpu")
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    for name, scale in scales.items():
+        levels = 255 if name.endswith(".scale") else 127 if "pooler" in name else 2 ** (bits - 1) - 1
+        torch.testing.assert_close((before[name] - scale) * levels, torch.full_like(scale, 1e-3))
 
 
 def test_weights_rounded_once_get_the_gradient_of_all_micro_batches() -> None:
