@@ -14,20 +14,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
+from typing import Any, ClassVar, TypeGuard
 
 import numpy as np
 
 from isobatch.core.errors import UserError
+from isobatch.core.facts import Facts
 from isobatch.core.flags import NoOptions
+from isobatch.core.recipe import Recipe
 from isobatch.core.terminal import doing
 from isobatch.data import digests
 from isobatch.data.preparation.encoding import Workshop
 from isobatch.data.preparation.spooled_array import chunks_of
-
-if TYPE_CHECKING:
-    from isobatch.core.facts import Facts
-    from isobatch.core.recipe import Recipe
 
 WEIGHT = ".weight"
 TEST = "test"

@@ -16,16 +16,14 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from isobatch.core import atomic_files, hub_cache
 from isobatch.core.errors import UserError
 from isobatch.core.recipe import DEMO, Recipe
 from isobatch.engine import task_files
+from isobatch.engine.runs.run_options import RunOptions
 from isobatch.engine.task_files import is_task_file, task_file, task_file_hash
-
-if TYPE_CHECKING:
-    from isobatch.engine.runs.run_options import RunOptions
 
 VARIABLE = "ISOBATCH_TRUST"
 """Environment variable with what a launch has agreed to, for the processes that it starts."""

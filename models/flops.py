@@ -7,10 +7,8 @@ token: attention, MLP and head. Embedding tables are looked up. Scores count as 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from isobatch.models.base import ModelSize
+from isobatch.models.base import ModelSize
 
 ASSUMED_LAYERS = 12
 

@@ -83,8 +83,7 @@ def _as_autocast(x: Tensor) -> Tensor:
 
 def _gated_mlp(module: Any, x: Tensor) -> Tensor:
     x = _as_autocast(x)
-    found: Tensor = module.down_proj(_gate(module.gate_proj(x), module.up_proj(x), module.act_fn))
-    return found
+    return module.down_proj(_gate(module.gate_proj(x), module.up_proj(x), module.act_fn))
 
 
 @fused_on_gpu
@@ -106,8 +105,7 @@ def _lora_forward(plain: Any) -> Any:
         active = [name for name in layer.active_adapters if name in layer.lora_A]
         other = layer.disable_adapters or layer.merged or len(active) != 1 or layer.lora_variant or named
         if other or args:
-            found: Tensor = plain(layer, x, *args, **named)
-            return found
+            return plain(layer, x, *args, **named)
         name, result = active[0], layer.base_layer(x)
         factor = layer.lora_A[name]
         if not torch.is_autocast_enabled(x.device.type):

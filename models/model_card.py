@@ -11,14 +11,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from isobatch.core.facts import Facts
 from isobatch.core.measures import printable
+from isobatch.core.recipe import Recipe
 from isobatch.models import hub
-
-if TYPE_CHECKING:
-    from isobatch.core.facts import Facts
-    from isobatch.core.recipe import Recipe
 
 FILE = hub.CARD_FILE
 TEMPLATE = Path(__file__).with_name("model_card.md.jinja")

@@ -10,11 +10,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from isobatch.core.errors import UserError
+from isobatch.core.facts import Facts
 from isobatch.data import corpora, tokenizers
 from isobatch.data.base import TEST, WEIGHT, Columns, Ragged, save, save_array
 from isobatch.data.digests import file_hash
@@ -22,9 +23,6 @@ from isobatch.data.interactions import demo, formats, movielens
 from isobatch.data.interactions.log import MISSING, are_in, draw_eval_negatives, pair_keys
 from isobatch.data.interactions.log_splits import LogSplits, Numbering, read_log, renumbered
 from isobatch.data.tokenized import TOKENIZER_FILE, TokenizedData, path_of
-
-if TYPE_CHECKING:
-    from isobatch.core.facts import Facts
 
 CATALOGUE, NAMES_FILE = "catalogue", "names.json"
 """Folder beside the splits, and its file of ids and titles (read by models/recommendation/catalogue.py)."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -22,12 +22,10 @@ from isobatch.core.recipe import Recipe
 from isobatch.engine.optimization.left_out import decided
 from isobatch.engine.optimization.schedule import learning_rate
 from isobatch.engine.runs.metrics_log import LEFT_OUT, SEAL
+from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.train.figures import NEEDED, extend_chain, is_step
 from isobatch.engine.verification.log_audit import SEAL_ROW, LogRecord, WrongRecordError, check
 from isobatch.engine.verification.run_order import RunOrder
-
-if TYPE_CHECKING:
-    from isobatch.engine.runs.run_folder import RunFolder
 
 FORM = 1
 """Version of the file's form."""

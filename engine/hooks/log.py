@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import TrainingError
 from isobatch.core.measures import now
-from isobatch.core.terminal import SECONDS_BETWEEN_LINES, doing, on_terminal
+from isobatch.core.terminal import SECONDS_BETWEEN_LINES, Console, doing, on_terminal
 from isobatch.engine.train.hooks import Hook
 
 if TYPE_CHECKING:
-    from isobatch.core.terminal import Console
     from isobatch.engine.distributed.communicator import Communicator
     from isobatch.engine.runs.metrics_log import MetricsLog
     from isobatch.engine.train.figures import StepFigures

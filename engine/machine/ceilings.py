@@ -16,13 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from isobatch.core import atomic_files
 from isobatch.core.terminal import doing
-
-if TYPE_CHECKING:
-    from isobatch.engine.machine.hardware import Hardware
+from isobatch.engine.machine.hardware import Hardware
 
 WIDTHS = (64, 128, 256, 512, 1024)
 """Widths of the square weights whose products are timed."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-if TYPE_CHECKING:
-    from isobatch.core.plan import Recompute
+from isobatch.core.plan import Recompute
 
 
 def layer_blocks(model: nn.Module) -> list[nn.Module]:

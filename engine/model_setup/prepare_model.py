@@ -9,22 +9,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from isobatch.core.errors import UserError
+from isobatch.core.facts import Facts
+from isobatch.core.plan import Plan
 from isobatch.core.strategies import traits_of
 from isobatch.engine.model_setup.layer_blocks import checkpoint_activations
 from isobatch.engine.noise.keyed_attention import key_dropout
 from isobatch.engine.noise.keyed_noise import KeyedNoise
+from isobatch.models.base import Task
 from isobatch.models.fused_layers import fuse_layers
-
-if TYPE_CHECKING:
-    from isobatch.core.facts import Facts
-    from isobatch.core.plan import Plan
-    from isobatch.models.base import Task
 
 
 def prepare_model(

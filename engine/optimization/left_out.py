@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from isobatch.core.atomic_files import rows_in
 from isobatch.core.errors import UserError
+from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.models.base import Task
 from isobatch.models.capabilities import ChangesModel
-
-if TYPE_CHECKING:
-    from isobatch.engine.runs.run_folder import RunFolder
-    from isobatch.models.base import Task
 
 LEAVE_OUT = "leave out steps"
 """The decision. It names no step of its own, so that `resume` keeps it."""

@@ -6,16 +6,14 @@ rounds to bf16, in which the smallest differences grow to 2^-8.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from isobatch.core.errors import UserError
+from isobatch.core.optimizers import Groups
 from isobatch.engine.optimization.parameter_groups import OptimizerGroup
-
-if TYPE_CHECKING:
-    from isobatch.core.optimizers import Groups
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic that brings singular values near 1, in five steps."""

@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from isobatch.core.errors import UserError
-
-if TYPE_CHECKING:
-    from isobatch.core.facts import Facts
-    from isobatch.core.recipe import Recipe
-    from isobatch.models.base import Phase, Task
+from isobatch.core.facts import Facts
+from isobatch.core.recipe import Recipe
+from isobatch.models.base import Phase, Task
 
 CLOSING_STEPS = 3
 """Steps before the end, and before the best checkpoint, at which one is kept: `verify` redoes these steps."""

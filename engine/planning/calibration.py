@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from isobatch.core.package import table_beside
 from isobatch.engine.machine.ceilings import Ceilings
-
-if TYPE_CHECKING:
-    from isobatch.engine.machine.gpu_table import Gpu
+from isobatch.engine.machine.gpu_table import Gpu
 
 TYPICAL_CORE = Ceilings(**table_beside(__file__, "typical_core"))
 """Of a core, for machines that are only named (measured on two cores of an AMD EPYC with AVX512_BF16)."""

@@ -10,12 +10,11 @@ from isobatch.core.errors import UserError
 from isobatch.core.flags import flags_of
 from isobatch.core.measures import format_duration
 from isobatch.core.plan import PRECISION_WORDS, Invariance, Plan, PlanOptions, Precision, size_of
-from isobatch.engine.machine.hardware import gpu_remarks
+from isobatch.engine.machine.hardware import Hardware, gpu_remarks
 from isobatch.engine.planning.cost_model import PlanningCase, run_steps
 
 if TYPE_CHECKING:
     from isobatch.core.recipe import Recipe
-    from isobatch.engine.machine.hardware import Hardware
     from isobatch.engine.planning.calibration import GpuConstants
     from isobatch.engine.planning.memory_model import ExecutionChoices
     from isobatch.models.base import ModelSize

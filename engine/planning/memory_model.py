@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from isobatch.core.optimizers import OPTIMIZERS
 from isobatch.core.plan import Precision, Recompute, StrategyName
+from isobatch.core.recipe import Recipe
 from isobatch.core.strategies import StrategyTraits, mesh_of, traits_of
 from isobatch.models import flops
-
-if TYPE_CHECKING:
-    from isobatch.core.recipe import Recipe
-    from isobatch.models.base import ModelSize
+from isobatch.models.base import ModelSize
 
 CONTEXT_BYTES = {"cuda": 1.2e9, "mps": 0.8e9, "cpu": 0.46e9}
 """CUDA context, cuBLAS and NCCL buffers (uncalibrated); on a CPU the process (measured: 0.35 to 0.49)."""

@@ -10,14 +10,11 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from isobatch.core import atomic_files
-
-if TYPE_CHECKING:
-    from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.engine.runs.run_folder import RunFolder
 
 _HEADER = struct.Struct("<BHII")
 _NUMBERS = {4: "<u4", 8: "<u8"}

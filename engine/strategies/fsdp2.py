@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +22,10 @@ from torch.distributed.tensor import DTensor
 from isobatch.core.errors import UserError
 from isobatch.core.strategies import traits_of
 from isobatch.engine.checkpointing import portable_state
+from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
 from isobatch.engine.checkpointing.portable_state import MOMENT, WEIGHT, Held, TensorPiece
 from isobatch.engine.model_setup.layer_blocks import layer_blocks, matmul_parameters
 from isobatch.engine.strategies.base import MakeOptimizer, Strategy, gradient_norm, set_rate
-
-if TYPE_CHECKING:
-    from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
-
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
@@ -154,5 +151,4 @@ def own_parameters(block: nn.Module, half: set[nn.Parameter]) -> set[nn.Paramete
 def _rows(tensor: Tensor) -> Tensor:
     """This rank's rows of a sharded tensor, sharing its memory."""
     assert isinstance(tensor, DTensor)
-    local: Tensor = tensor.to_local()
-    return local.detach()
+    return tensor.to_local().detach()

@@ -12,20 +12,18 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from isobatch.core.errors import UserError
 from isobatch.engine.checkpointing import portable_state
+from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
 from isobatch.engine.checkpointing.portable_state import MOMENT, WEIGHT, Held, TensorEntry, TensorPiece
 from isobatch.engine.model_setup.layer_blocks import matmul_parameters
 from isobatch.engine.strategies.base import MakeOptimizer, Strategy, set_rate
 from isobatch.engine.strategies.deepspeed_engine import config_for, make_engine
-
-if TYPE_CHECKING:
-    from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
 
 
 class ZeroStrategy(Strategy):

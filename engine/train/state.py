@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from isobatch.core.errors import TrainingError, UserError
 from isobatch.core.facts import Facts
 from isobatch.core.plan import Plan
+from isobatch.core.recipe import Recipe
 from isobatch.core.strategies import traits_of
 from isobatch.data.base import Source
 from isobatch.engine.checkpointing.portable_state import cut_moments
@@ -33,9 +34,6 @@ from isobatch.engine.runs.summary import Progress
 from isobatch.engine.strategies.base import Strategy, strategy_class
 from isobatch.models.base import TRAINS_A_PART, CachedWeightTransform, Change, StepContext, Task
 from isobatch.models.capabilities import ChangesModel, SparseTables, TakesTurns
-
-if TYPE_CHECKING:
-    from isobatch.core.recipe import Recipe
 
 
 @dataclass(slots=True)

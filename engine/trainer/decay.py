@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from typing import TYPE_CHECKING
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError, refuse
 from isobatch.core.flags import Interval
+from isobatch.core.recipe import Recipe
 from isobatch.engine.checkpointing import checkpoint
 from isobatch.engine.checkpointing.digests import bytes_digest
 from isobatch.engine.optimization.schedule import decay_steps
 from isobatch.engine.runs.metrics_log import SEAL, MetricsLog
 from isobatch.engine.runs.run_folder import FolderTakenError, RunFolder
 from isobatch.models.capabilities import ChangesModel
-
-if TYPE_CHECKING:
-    from isobatch.core.recipe import Recipe
 
 
 def decayed(run: RunFolder, name: str | None) -> RunFolder:

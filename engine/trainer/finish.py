@@ -23,7 +23,6 @@ from isobatch.models import capabilities, model_card
 if TYPE_CHECKING:
     from torch import nn
 
-    from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
     from isobatch.engine.hooks.data_guard import DataGuard
     from isobatch.engine.hooks.evaluate import Evaluate
     from isobatch.engine.train.build import Builder
@@ -159,7 +158,7 @@ def _count(p: Any) -> int:
     return int(getattr(p, "ds_numel", p.numel())) if quantised is None else math.prod(quantised.shape)
 
 
-def _export(run: RunOnRank, state: Training, model: nn.Module, saved: SavedCheckpoint) -> None:
+def _export(run: RunOnRank, state: Training, model: nn.Module, saved: checkpoint.SavedCheckpoint) -> None:
     """Export the model, and to NAME the weights that hooks hold, into the folder that becomes final/."""
     temporary = run.folder.unfinished
     shutil.rmtree(temporary, ignore_errors=True)

@@ -7,19 +7,17 @@ import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from isobatch.core.atomic_files import lines_in, parse_row
 from isobatch.engine.optimization.early_stopping import EarlyStopping
 from isobatch.engine.optimization.schedule import PhaseSchedule, learning_rate
 from isobatch.engine.runs.metrics_log import LEFT_OUT, LOST, SEAL, first_seal
+from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 from isobatch.engine.train.figures import FIGURES, NEEDED, extend_chain, is_step
+from isobatch.engine.verification.run_order import RunOrder
 from isobatch.models.capabilities import monitor_of
-
-if TYPE_CHECKING:
-    from isobatch.engine.runs.run_folder import RunFolder
-    from isobatch.engine.verification.run_order import RunOrder
 
 SEAL_ROW = {"phase", "step", SEAL}
 _LEFT_OUT_ROW = {"phase", "step", LEFT_OUT}

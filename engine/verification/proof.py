@@ -7,13 +7,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from isobatch.engine.verification.log_audit import LogRecord
+from isobatch.engine.verification.windows import Redone
 from isobatch.models import model_card
-
-if TYPE_CHECKING:
-    from isobatch.engine.verification.windows import Redone
 
 MOST_FAR = 0.02
 """Share of the weights that may differ by much of what Adam allows. Measured under other cuts: 0."""

@@ -6,25 +6,23 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from isobatch.core.atomic_files import rows_in
 from isobatch.core.errors import UserError
+from isobatch.core.facts import Facts
+from isobatch.core.recipe import Recipe
 from isobatch.data.base import Data, Source
 from isobatch.engine.loading.sampler import Sampler, make_sampler
 from isobatch.engine.optimization.left_out import left_out_steps
 from isobatch.engine.optimization.schedule import PhaseSchedule, schedules_of
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.metrics_log import SEAL
+from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.train.figures import is_step
 from isobatch.models.base import Task
-
-if TYPE_CHECKING:
-    from isobatch.core.facts import Facts
-    from isobatch.core.recipe import Recipe
-    from isobatch.engine.runs.run_folder import RunFolder
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from isobatch.core.plan import INVARIANCES, REHEARSED_STEPS, Plan
-
-if TYPE_CHECKING:
-    from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.engine.runs.run_folder import RunFolder
 
 TOLERANCE = {"exact": (1e-4, 1e-2), "rounding": (2e-3, 5e-2), "precision": (2e-2, 2e-1), "noise": (1e-1, 1.0)}
 """Invariance -> largest differences (loss, gradient norm) that it explains.

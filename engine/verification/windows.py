@@ -6,16 +6,14 @@ import dataclasses
 import random
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from isobatch.core.errors import UserError
 from isobatch.engine.checkpointing.checkpoint import checkpoint_name, list_checkpoints, phase_and_step
 from isobatch.engine.optimization.schedule import CLOSING_STEPS
+from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.train.figures import LossAndNorm, StepRow, differences
-
-if TYPE_CHECKING:
-    from isobatch.engine.runs.run_folder import RunFolder
-    from isobatch.engine.verification.log_audit import LogRecord
+from isobatch.engine.verification.log_audit import LogRecord
 
 INITIAL = "the initial weights"
 CHOICE = random.SystemRandom()

@@ -15,7 +15,7 @@ from isobatch.core.errors import DONE, UserError
 from isobatch.core.measures import printable
 from isobatch.core.terminal import doing, print_answer
 from isobatch.data.text.chat_templates import ChatSegment, ChatTemplate, template_in
-from isobatch.engine.runs.run_folder import finished_run, no_run, runs_named
+from isobatch.engine.runs.run_folder import RunFolder, finished_run, no_run, runs_named
 from isobatch.launch.commands.evaluate import require_capability
 from isobatch.launch.local.arguments import command_options, read_command, split_words
 from isobatch.launch.local.options import AnswerOptions, TrustOptions
@@ -26,7 +26,6 @@ from isobatch.models.protocols import EncodesLatents, Generates
 
 if TYPE_CHECKING:
     from isobatch.data.chat_formats import Message
-    from isobatch.engine.runs.run_folder import RunFolder
 
 RESET, QUIT = "/reset", ("/quit", "/exit", "/bye", "quit", "exit")
 ANSWER_TOKENS, TEXT_TOKENS = 256, 60

@@ -17,7 +17,7 @@ from isobatch.core.terminal import format_metrics, print_answer, print_lines
 from isobatch.data.base import TEST, fingerprint, in_train, load, save
 from isobatch.data.digests import file_hash
 from isobatch.engine.registry import workload_of
-from isobatch.engine.runs.run_folder import finished_run, run_around
+from isobatch.engine.runs.run_folder import RunFolder, finished_run, run_around
 from isobatch.launch.local.arguments import read_command
 from isobatch.launch.local.options import DataOptions
 from isobatch.launch.local.run_setup import locate_data, one_run, open_run, plan_for_this_machine
@@ -27,7 +27,6 @@ from isobatch.models.protocols import Generates, KeepsBaselines
 
 if TYPE_CHECKING:
     from isobatch.core.recipe import Recipe
-    from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.engine.verification.replay import Replay
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, TrainingError
@@ -31,15 +31,13 @@ from isobatch.engine.runs.summary import PLACE
 from isobatch.engine.train.figures import step_rows
 from isobatch.engine.verification.audit import DERIVED_DECISIONS
 from isobatch.engine.verification.compare_export import compare_folders, is_own_card
+from isobatch.engine.verification.log_audit import LogRecord
+from isobatch.engine.verification.proof import Proof
 from isobatch.engine.verification.tolerance import HELD_OUT, tolerances
 from isobatch.engine.verification.windows import INITIAL, Job, Redone, redone_step
 from isobatch.launch.local.accelerate_launcher import launch_workers
 from isobatch.launch.local.launch_run import launch_run
 from isobatch.launch.local.run_setup import open_run, plan_for_this_machine
-
-if TYPE_CHECKING:
-    from isobatch.engine.verification.log_audit import LogRecord
-    from isobatch.engine.verification.proof import Proof
 
 Jobs = list[tuple[Plan, Job]]
 KEPT_ATTENTION = ("sdpa", "eager")

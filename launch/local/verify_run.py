@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from isobatch.core.errors import DONE, FAILED, TrainingError
 from isobatch.core.number_ranges import Positive
@@ -21,19 +21,17 @@ from isobatch.engine.hooks.checkpoint import versions_apart
 from isobatch.engine.machine.detect import detect
 from isobatch.engine.planning.choices import choose_invariance
 from isobatch.engine.registry import workload_of
+from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.train.first_step import RESERVED as STEP_FIELDS
 from isobatch.engine.verification import windows
 from isobatch.engine.verification.audit import audit_records, recipe_problems
+from isobatch.engine.verification.log_audit import LogRecord
 from isobatch.engine.verification.proof import Proof
 from isobatch.engine.verification.tolerance import FEW, HELD_OUT, NEAR, tolerances
 from isobatch.engine.verification.windows import CHOICE, INITIAL, Job, Window
 from isobatch.launch.local.options import DataOptions
 from isobatch.launch.local.redo_steps import plan_to_redo, redo, replay_in_full
 from isobatch.launch.local.run_setup import compare_source, locate_data, open_single_run
-
-if TYPE_CHECKING:
-    from isobatch.engine.runs.run_folder import RunFolder
-    from isobatch.engine.verification.log_audit import LogRecord
 
 LEADING_SECONDS = 10.0
 """Predicted time of the steps that lead to the last checkpoints."""

@@ -24,13 +24,12 @@ from isobatch.core.errors import UserError
 from isobatch.core.package import table_beside
 from isobatch.data.chat_formats import VALUES_COLUMN, parse_message_list, template_values
 from isobatch.launch.serving.app import application, error_body, read_body, refuse_unknown
-from isobatch.models.causal_lm.generation import Sampling
+from isobatch.models.causal_lm.generation import Sampling, TextStream
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
     from isobatch.data.text.chat_templates import ChatTemplate
-    from isobatch.models.causal_lm.generation import TextStream
 
 COMPLETION_TOKENS, ANSWER_TOKENS = 16, 256
 """`max_tokens` where the request has none: OpenAI's, and enough for an answer."""

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from isobatch.models.base import ModelSize
 from isobatch.models.causal_lm.model_sizes import LLAMA_LIKE, ModelShape
 from isobatch.models.lora import adapted_experts, check_targets, in_layers, is_target, wanted_names
-
-if TYPE_CHECKING:
-    from isobatch.models.base import ModelSize
 
 BYTES_PER_WEIGHT = {16: 4.0, 8: 1.0 + 4 / 1024, 4: 0.5 + 4 / 64}
 """Bits -> bytes of a frozen weight: 4 bits have a float scale per 64 weights, 8 bits about one per row."""

@@ -225,8 +225,7 @@ def open_adapted_model(folder: Path, bits: int = 16, remote_code: bool = False, 
     Raises UserError if they do not fit together.
     """
     base, revision = lora.base_model_of(folder)
-    model: Any = load_base_model(base, None, revision, bits, remote_code, **more)
-    return lora.put_adapter(model, folder, base)
+    return lora.put_adapter(load_base_model(base, None, revision, bits, remote_code, **more), folder, base)
 
 
 def first_logits(model: Any, batches: Iterable[Batch]) -> list[tuple[Tensor, Tensor]]:

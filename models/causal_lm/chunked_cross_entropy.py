@@ -227,8 +227,7 @@ def loss_of_logits(model: Any, tokens: Tensor, rows: Tensor, compute: LogitLoss)
     def at_rows(states: Tensor) -> Any:
         return ChunkedLoss.apply(states.index_select(0, rows), *_weights(head.weight, head.bias), compute)
 
-    found: tuple[Tensor, Tensor] = at_head(head, model, tokens, at_rows)
-    return found
+    return at_head(head, model, tokens, at_rows)
 
 
 class ChunkedLoss(torch.autograd.Function):

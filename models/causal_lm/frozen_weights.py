@@ -30,8 +30,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     dtype = product_dtype(x)
     if weight.requires_grad or weight.dtype in (dtype, torch.float32):
         return F.linear(x, weight, bias)
-    product: Tensor = _Product.apply(x, weight, bias, dtype)
-    return product
+    return _Product.apply(x, weight, bias, dtype)
 
 
 class _Product(torch.autograd.Function):

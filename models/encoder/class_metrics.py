@@ -139,8 +139,7 @@ def best_threshold(probabilities: np.ndarray, is_label: np.ndarray) -> float:
 def ranks(values: np.ndarray) -> np.ndarray:
     """(n,) from 1 on; the equal have their mean rank."""
     _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
-    mean: np.ndarray = np.cumsum(counts) - (counts - 1) / 2
-    return mean[places]
+    return (np.cumsum(counts) - (counts - 1) / 2)[places]
 
 
 def correlation(one: np.ndarray, other: np.ndarray) -> float:

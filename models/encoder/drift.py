@@ -9,12 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from isobatch.models.base import Batch
+from isobatch.models.base import Batch
 
 FALSE_ALARM = 1e-3
 """Chance at most that one of the distributions is said to differ where it does not."""

@@ -9,15 +9,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from isobatch.core.measures import peak_resident_bytes
+from isobatch.models.base import Batch
 from isobatch.models.encoder import evaluation
-
-if TYPE_CHECKING:
-    from isobatch.models.base import Batch
 
 BATCHES = (1, 32)
 """Texts of a batch."""
@@ -38,8 +36,7 @@ Model = dict[str, Any]
 def drawn_lengths(batches: Iterable[Batch]) -> list[int]:
     """Tokens of as many samples as are timed, drawn from all; the same whenever it is called."""
     lengths, draw = np.concatenate([batch["length"] for batch in batches]), np.random.default_rng(0)
-    found: list[int] = draw.choice(lengths, max(TEXTS.values())).tolist()
-    return found
+    return draw.choice(lengths, max(TEXTS.values())).tolist()
 
 
 def texts(lengths: Sequence[int], vocabulary: int, rows: int) -> Inputs:

@@ -13,8 +13,9 @@ import copy
 import functools
 import logging
 import warnings
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,9 +32,6 @@ from isobatch.models.encoder.quantization import (
     QuantLinear,
     quantize_rows,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
 
 OPSET = 21
 """The first opset with INT4."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from isobatch.core.facts import Facts
 from isobatch.core.measures import format_bytes, format_p_value
 from isobatch.core.terminal import rendered
 from isobatch.models.encoder import baselines as simple
@@ -16,9 +17,6 @@ from isobatch.models.encoder.calibration import answering_table
 from isobatch.models.encoder.encoders import open_classifier
 from isobatch.models.encoder.problems import NOISE, SIGNIFICANT, Problem
 from isobatch.models.protocols import Batches, ReportRow, ReportTable, TaskReport
-
-if TYPE_CHECKING:
-    from isobatch.core.facts import Facts
 
 RUNTIMES = {"torch": "torch", "onnx": "onnxruntime"}
 AHEAD, AGAINST, CELLS = (Path(__file__).with_name(f"{n}.jinja") for n in ("ahead", "against", "cells"))

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import math
 import zlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
+from isobatch.models.base import StepContext
 from isobatch.models.recommendation.model_size import num_negatives
-
-if TYPE_CHECKING:
-    from isobatch.models.base import StepContext
 
 
 def next_items(rows: Tensor, length: np.ndarray, step: StepContext) -> tuple[tuple[Tensor, Tensor], Tensor]:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from isobatch.core.errors import UserError
+from isobatch.core.facts import Facts
+from isobatch.core.recipe import Recipe
 from isobatch.models.base import ModelSize
 from isobatch.models.causal_lm import model_sizes
-
-if TYPE_CHECKING:
-    from isobatch.core.facts import Facts
-    from isobatch.core.recipe import Recipe
 
 DOT_HIDDEN = 8
 """Hidden width that the planner gets for the dot head, which has hardly any multiplications."""

@@ -132,8 +132,7 @@ class RecommenderNet(nn.Module):
     def _fused(self, side: str, id_vectors: Tensor, texts: Tensor, text_vectors: Tensor) -> Tensor:
         """(n, d) of users or items from (n, d) of ids and (n, hidden) of texts; text -1 is none."""
         known = getattr(self, f"{side}_meta_proj")(text_vectors) * (texts[:, None] >= 0)
-        found: Tensor = getattr(self, f"{side}_fusion")(torch.cat([id_vectors, known], 1))
-        return found
+        return getattr(self, f"{side}_fusion")(torch.cat([id_vectors, known], 1))
 
     def _lookup_text_vectors(self, texts: Tensor) -> Tensor:
         """(n, hidden) of texts by number; for -1, no text, some vector that the caller masks."""
@@ -176,8 +175,7 @@ class RecommenderNet(nn.Module):
         first = cast("nn.Linear", self.mlp_layers[0])
         user_part, item_part = first.weight.split(users.shape[-1], 1)
         found = linear(users, user_part, first.bias)[:, None] + linear(items, item_part)
-        found = self.mlp_layers[1:](found)
-        return found[..., 0]
+        return self.mlp_layers[1:](found)[..., 0]
 
     def seen_in_training(self, user: Tensor, items: Tensor) -> Tensor:
         """(B, k) bool: whether (B,) users had these (B, k) items in training."""

@@ -230,10 +230,6 @@ class PosteriorMonitor(nn.Module):
         for state in self.buffers():
             state.zero_()
 
-    def reports_at(self, step: int, total: int) -> bool:
-        """Whether a report follows step `step` (from 0) of `total`: in the phase's last step always."""
-        return (step + 1) % self.pace.report_every == 0 or step + 1 == total
-
     def watches(self, step: int, total: int) -> bool:
         """Whether the next report looks back as far as step `step` (from 0) of `total`."""
         until_report = min(-(step + 1) % self.pace.report_every, max(0, total - step - 1))

@@ -232,7 +232,8 @@ class SequenceVAE(Task):
         if monitor is None:
             return None
         monitor.add(step.number, step.total_steps, step.recorded)
-        return self._report(model, step) if monitor.reports_at(step.number, step.total_steps) else None
+        is_due = (step.number + 1) % monitor.pace.report_every == 0 or step.number + 1 == step.total_steps
+        return self._report(model, step) if is_due else None
 
     def _report(self, model: Any, step: StepContext) -> Change | None:
         from isobatch.models.sequence_vae.monitor import sentence
