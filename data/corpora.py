@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -17,9 +17,7 @@ from isobatch.core import hub_cache
 from isobatch.core.errors import NotHereError, UserError, nearest_file
 from isobatch.core.extras import need
 from isobatch.data import readers
-
-if TYPE_CHECKING:
-    from isobatch.data.readers import SplitFiles
+from isobatch.data.readers import SplitFiles
 
 T = TypeVar("T")
 

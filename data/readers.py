@@ -215,8 +215,10 @@ def require_name(
     """
     if column not in names:
         what = f"{flag} {column}: {where} has no such column" if flag else f"{where}: has no column {column}"
-        more = f"; {otherwise}" if otherwise else ""
-        raise UserError(f"{what}{nearest_hint(column, names)}; it has: {name_columns(names)}{more}")
+        more, usual = f"; {otherwise}" if otherwise else "", column.split(" or ")
+        of_usual = next(filter(None, (nearest_hint(name, usual) for name in names)), "")
+        hint = of_usual if usual[1:] else nearest_hint(column, names)
+        raise UserError(f"{what}{hint}; it has: {name_columns(names)}{more}")
 
 
 def name_columns(names: Sequence[str]) -> str:
@@ -399,8 +401,7 @@ def _rows_in(value: Any, key: str | None, file: Path) -> list[Any]:
         return [dict(zip(value, cells, strict=True)) for cells in zip(*value.values(), strict=True)]
     keys = keys or _lists_of_rows(value)
     if len(keys) == 1:
-        rows: list[Any] = value[keys[0]]
-        return rows
+        return value[keys[0]]
     held = f"several lists of rows ({', '.join(keys[:6])}): call them train, valid and test, or keep one"
     raise UserError(f"{file}: holds {held if keys else 'an object without a list of rows'}")
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
-if TYPE_CHECKING:
-    from isobatch.core.facts import Facts
-    from isobatch.models.base import Batch
+from isobatch.core.facts import Facts
+from isobatch.models.base import Batch
 
 Batches = Callable[..., "Iterable[Batch]"]
 """All samples of the held-out split, once per call, on the host; `batches("train")`: those of training."""
@@ -55,6 +54,9 @@ class OpensItemLists(Protocol):
 
         Lists are by the `best` on the validation data, the model in `final`, or a baseline kept beside it.
         """
+
+    def lists_by(self, metrics: Mapping[str, Any]) -> str:
+        """The baseline that ranks better than the model that was trained, by a run's metrics; else empty."""
 
 
 @runtime_checkable

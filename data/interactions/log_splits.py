@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from isobatch.core.errors import UserError
+from isobatch.core.recipe import Recipe
 from isobatch.core.terminal import doing
+from isobatch.data.base import Columns
+from isobatch.data.interactions.formats import RawInteractions
 from isobatch.data.interactions.log import (
     MISSING,
     InteractionLog,
@@ -27,12 +30,6 @@ from isobatch.data.interactions.log import (
     without_returns,
 )
 from isobatch.data.interactions.tables import Table, some_ids, whole_ids
-
-if TYPE_CHECKING:
-    from isobatch.core.recipe import Recipe
-    from isobatch.data.base import Columns
-    from isobatch.data.interactions.formats import RawInteractions
-
 
 RECENT_SHARES = (1 / 4, 1 / 16, 1 / 64)
 """Of the training interactions, the latest in which the popularity of items is counted."""

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from isobatch.core.errors import UserError
-
-if TYPE_CHECKING:
-    from isobatch.data.chat_formats import Message
-    from isobatch.data.text.chat_templates import ChatTemplate
+from isobatch.data.chat_formats import Message
+from isobatch.data.text.chat_templates import ChatTemplate
 
 START, ANSWER = "", "answer"
 """What is before the first message, and the answer that is asked for."""

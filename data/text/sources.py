@@ -11,22 +11,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from isobatch.core.errors import UserError
 from isobatch.data import chat_formats, corpora, readers
 from isobatch.data.base import Column, Ragged
+from isobatch.data.cleaning import CleaningStep
 from isobatch.data.preparation.spooled_array import SpooledColumns
 from isobatch.data.tables.delimited import simple_name
 from isobatch.data.text import demo_stories
 from isobatch.data.text.conversations import SHOWN_PROMPTS, Conversations
 from isobatch.data.text.plain_text import PlainText, TokenizationSettings
 from isobatch.data.tokenized import check_elsewhere, path_of
-
-if TYPE_CHECKING:
-    from isobatch.data.cleaning import CleaningStep
 
 TEXT = "text"
 """Plain text, and the column of it where none is named."""

@@ -8,17 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from isobatch.core.errors import UserError
+from isobatch.core.recipe import Recipe
+from isobatch.data.base import Source
 from isobatch.engine.loading.group_order import GroupOrder
 from isobatch.engine.loading.permutation import shuffle
-
-if TYPE_CHECKING:
-    from isobatch.core.recipe import Recipe
-    from isobatch.data.base import Source
 
 LENGTH_WINDOW = 64
 """Batches sorted together where the recipe groups by length. Another number changes what recipes mean."""

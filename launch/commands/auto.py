@@ -28,7 +28,7 @@ from isobatch.launch.local import words as flag_words
 from isobatch.launch.local.arguments import parse_sweep, request_text, sort_flags, split_words, task_name
 from isobatch.launch.local.options import AutoOptions, ResumeOptions
 from isobatch.launch.report.tables import table_beside
-from isobatch.models.protocols import PredictsBatches
+from isobatch.models.protocols import OpensItemLists, PredictsBatches
 
 
 def auto(words: Sequence[str]) -> int:
@@ -173,7 +173,10 @@ def next_lines(run: RunFolder) -> list[str]:
         commands.insert(0, f"predict {{run}} --file {shlex.quote(given)}")
     best = f" --patience 0 --steps {run.exported.rpartition('-')[2]}" * bool(run.recipe.patience)
     commands = [words + best * ("--split none" in words) for words in commands]
-    told = [words.format(run=shlex.quote(str(run.folder))) for words in commands[:3]]
+    metrics = (run.summary() or {}).get("metrics", {})
+    better = task.lists_by(metrics) if isinstance(task, OpensItemLists) else ""
+    named = {"run": shlex.quote(str(run.folder)), "by": f" --by {better}" if better else ""}
+    told = [words.format(**named) for words in commands[:3]]
     more = f" --data {shlex.quote(given)}"
     return [f"  isobatch {words}{more if words.startswith('auto') else ''}" for words in told]
 

@@ -8,12 +8,13 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from isobatch.core import atomic_files, number_ranges
 from isobatch.core.errors import DONE, UserError
 from isobatch.core.measures import printable
 from isobatch.core.terminal import doing, print_answer
+from isobatch.data.chat_formats import Message
 from isobatch.data.text.chat_templates import ChatSegment, ChatTemplate, template_in
 from isobatch.engine.runs.run_folder import RunFolder, finished_run, no_run, runs_named
 from isobatch.launch.commands.evaluate import require_capability
@@ -23,9 +24,6 @@ from isobatch.launch.local.run_setup import one_run, open_run
 from isobatch.models import lora
 from isobatch.models.causal_lm.generation import Sampling, TextStream, open_for_generation
 from isobatch.models.protocols import EncodesLatents, Generates
-
-if TYPE_CHECKING:
-    from isobatch.data.chat_formats import Message
 
 RESET, QUIT = "/reset", ("/quit", "/exit", "/bye", "quit", "exit")
 ANSWER_TOKENS, TEXT_TOKENS = 256, 60

@@ -12,18 +12,16 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from isobatch.core import hub_cache
 from isobatch.core.measures import format_bytes
 from isobatch.core.package import cache_folder, table_beside
+from isobatch.engine.consent import STATE, state_folder
 from isobatch.engine.machine.detect import detect
-from isobatch.engine.machine.hardware import gpu_remarks
+from isobatch.engine.machine.hardware import Hardware, gpu_remarks
 from isobatch.launch.doctor.probes import Check, Probe, broken, ok, ok_if, try_out, warning
 from isobatch.launch.local.interfaces import loopback_interface
-
-if TYPE_CHECKING:
-    from isobatch.engine.machine.hardware import Hardware
 
 ROOT = Path("/")
 GB = 10**9
@@ -53,6 +51,8 @@ def check_machine(out: Path) -> Iterator[Check]:
             yield check_shm(ROOT / "dev" / "shm")
         yield from check_folder("runs", out, "--out")
         yield from check_folder("prepared data", cache_folder(), "ISOBATCH_CACHE")
+        yield check_access("agreed code", state_folder(), os.W_OK, STATE)
+        yield check_access("hub cache", hub_cache.cache_home(), os.R_OK, "HF_HOME")  # may be read-only
         reached = hub_cache.is_reachable()
         yield ok("Hub", "answers" if reached else "not reachable (HTTPS_PROXY?): local files serve")
         yield from check_gpus(hardware)
@@ -164,6 +164,14 @@ def check_folder(name: str, folder: Path, flag: str) -> list[Check]:
         if path.is_relative_to(home := Path.home()) and not home.is_dir():
             mend = f"the home {home} is not there: set {flag} and HF_HOME to folders that are"
         return [broken(name, f"{place}: {error.strerror}", mend)]
+
+
+def check_access(name: str, folder: Path, mode: int, flag: str) -> Check:
+    """A line on a folder that is small, or may be read-only: whether this user has `mode` there."""
+    place = next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
+    is_well = place.is_dir() and os.access(place, mode | os.X_OK)
+    remedy = f"ls -ld {place}; chmod u+rwx {place}, or set {flag} to a folder of yours"
+    return ok_if(is_well, name, f"{folder}{'' if is_well else f': {place} is closed to this user'}", remedy)
 
 
 def check_space(name: str, folder: Path, free: int, elsewhere: str) -> Check:

@@ -13,7 +13,7 @@ from isobatch.core.flags import spelling
 from isobatch.core.plan import size_of
 from isobatch.core.terminal import print_lines
 from isobatch.engine.runs.run_folder import RunFolder, free_folder, run_name
-from isobatch.launch.local.arguments import Request, parse_request
+from isobatch.launch.local.arguments import Request, parse_request, split_words
 from isobatch.launch.local.run_setup import create_run, find_run, known_run
 
 LOG_TAIL_CHARACTERS = 2500
@@ -33,10 +33,14 @@ class ElsewhereOptions:
     """Hand it in; without it, it is printed."""
 
 
-def parse(words: Sequence[str], command: str, kind: type, gpus: str) -> tuple[Request, Any]:
+def parse(words: Sequence[str], command: str, kind: type, gpus: str, by: str = "") -> tuple[Request, Any]:
     """The request in a command's words, and its own flags as a `kind`. `gpus`: the flag with the number of
-    each node's. Raises UserError.
+    each node's; `by`: the words that choose their type, whose name is put behind. Raises UserError.
     """
+    card, is_typed, count = split_words(words)[1].get(gpus, "").rpartition(":")
+    if is_typed:
+        way = f"{spelling(gpus)} {count}{by and by + card}"
+        raise UserError(f"{spelling(gpus)} {card}:{count}: is a number here, without a type: {way}")
     request = parse_request(words, command, kind)
     print_lines(*request.notes, quiet=request.run.quiet)
     options = kind(**request.extra)

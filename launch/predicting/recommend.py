@@ -30,6 +30,16 @@ if TYPE_CHECKING:
     """What was asked, a user, an item that others are like or items taken, and the list."""
     Columns = Sequence[str | None]
 
+OTHERWISE: dict[str, Any] = {
+    "=([<>])": r"\1=",
+    "(?<![=!<>])=(?!=)": "==",
+    "<>": "!=",
+    " *&&? *": " and ",
+    r" *\|\| *": " or ",
+    r"\b(AND|OR|NOT|IN)\b": lambda found: found[0].lower(),
+    r"(?<=\d),(?=\d)": ".",
+}
+"""How other languages write --where, and ours: Jinja would refuse it, or take 29,90 for a pair."""
 LISTS_AT_A_TIME = 1000
 ROWS_AT_A_TIME = 1 << 20
 MOST_NAMED = 5
@@ -374,9 +384,16 @@ def _named_items(
 
 def _where_true(located: Sequence[tuple[str, Any]], where: str) -> list[tuple[str, Any]]:
     """The rows of which the expression is true. Raises UserError."""
-    from jinja2 import StrictUndefined, TemplateError, UndefinedError
+    from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError, UndefinedError
     from jinja2.sandbox import SandboxedEnvironment
 
+    parts = re.split(
+        r"""('[^']*'|"[^"]*"|(?<=\b[iI][nN])\s*[(\[][^)\]]*)""", where
+    )  # texts, and lists behind `in`
+    for pattern, ours in OTHERWISE.items():
+        parts[::2] = [re.sub(pattern, ours, part) for part in parts[::2]]
+    if (meant := "".join(parts)) != where:
+        raise UserError(f'--where {where}: write it as --where "{meant}"')
     columns = {delimited.simple_name(n): n for n in located[0][1]} | {n: n for n in located[0][1]}
     found = {w: columns.get(w) or columns.get(delimited.simple_name(w)) for w in re.findall(r"\w+", where)}
     named = {w: delimited.numbers(row.get(n) for _, row in located) for w, n in found.items() if n}
@@ -386,6 +403,7 @@ def _where_true(located: Sequence[tuple[str, Any]], where: str) -> list[tuple[st
         return [one for one, *cells in rows if meets(dict(zip(named, cells, strict=True)))]
     except (TemplateError, ArithmeticError, AttributeError, TypeError, ValueError) as error:
         hint = nearest_hint(str(error).split("'")[1], columns) if isinstance(error, UndefinedError) else ""
-        why = "a cell holds text where a number is asked for" if isinstance(error, TypeError) else error
+        kind, broken = type(error), "breaks off, or lacks a sign between two words"
+        why = {TemplateSyntaxError: broken, TypeError: "a cell holds text where a number is asked for"}
         way = f"write columns ({', '.join(located[0][1])}), numbers and 'texts', with ==, and, or, not, in"
-        raise UserError(f"--where {where}: {why}{hint}: {way}") from None
+        raise UserError(f"--where {where}: {why.get(kind, error)}{hint}: {way}") from None

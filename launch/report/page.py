@@ -27,7 +27,7 @@ from isobatch.launch.local.arguments import read_command
 from isobatch.launch.local.options import AnswerOptions
 from isobatch.launch.local.run_setup import held_out, open_run
 from isobatch.launch.report import records, sweeps
-from isobatch.launch.report.tables import baselines_tables, in_markdown, runs_table
+from isobatch.launch.report.tables import baselines_tables, in_markdown, results_table, runs_table
 from isobatch.models.encoder import report as comparison
 from isobatch.models.protocols import Drawing, ReportRow
 
@@ -202,6 +202,9 @@ def summary_parts(contents: Contents) -> Iterator[PagePart]:
     runs, models, measured = contents.runs, contents.models, {row["run"] for row in contents.models}
     unmeasured = [run for run in runs if run["run"] not in measured]
     yield from contents.above
+    if runs[1:]:
+        title = "Runs of the best setting" if contents.above else "Runs"
+        yield from (PagePart("h2", title), PagePart("table", rows=results_table(runs)))
     yield from (PagePart("verdict", f"{run['run']}: {run['remark']}") for run in runs if run.get("remark"))
     for title, rows in baselines_tables(unmeasured):
         yield from (PagePart("h2", title), PagePart("table", rows=rows))

@@ -93,6 +93,7 @@ def read_records(run: RunFolder, task: Task | None) -> dict[str, Any]:
         "task": printable(_readable(lambda: run.recipe.task, notes) or ""),
         "state": printable(f"{status}: {reason}" if reason else status),
         **{name: summary.get(name) for name in SUMMARY_FIELDS},
+        "monitor": monitor if isinstance(monitor, str) else "",
         "environment": _readable(run.environment, notes) or {},
         "training": _curve(steps, shown),
         "evaluations": _curve([held_out[at] for at in sorted(held_out)], shown),

@@ -33,6 +33,18 @@ def runs_table(runs: list[dict[str, Any]]) -> list[list[str]]:
     return side_by_side(columns)
 
 
+def results_table(runs: list[dict[str, Any]]) -> list[list[str]]:
+    """A row for each run: what came out, by the metric that early stopping follows."""
+    rows = [["run", "task", "result", "within (95 %)", "steps", "training"]]
+    for run in runs:
+        metrics, name = metrics_of(run), run["monitor"]
+        result = f"{run['split']}: {in_words(name)} {format_value(metrics.get(name))}"
+        found = [result if name in metrics else run["state"], str(metrics.get(f"{name} within (95 %)", ""))]
+        took = [_figure(run["steps"], "{:,}".format), _figure(run["train_seconds"], "{:,.0f} s".format)]
+        rows.append([run["run"], run["task"], *found, *took])
+    return rows
+
+
 def side_by_side(columns: Sequence[Mapping[str, str]]) -> list[list[str]]:
     """A row for each name in any of them, with its cell in each."""
     names = dict.fromkeys(itertools.chain(*columns))

@@ -17,6 +17,7 @@ from starlette.routing import Route
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import nearest_hint
+from isobatch.data.interactions.formats import usual_column
 from isobatch.launch.predicting.tables import ITEMS_COLUMN, UnansweredRowError, UserReader, without_values
 
 if TYPE_CHECKING:
@@ -72,12 +73,12 @@ async def read_body(request: Request) -> dict[str, Any]:
     return found
 
 
-def refuse_unknown(body: Mapping[str, Any], known: Collection[str]) -> None:
-    """Raise HTTPException for a field that means nothing here."""
+def refuse_unknown(body: Mapping[str, Any], known: Collection[str], where: str = "") -> None:
+    """Raise HTTPException for a field that means nothing here, or `where`, an object within the body."""
     for name in body:
         if name not in known:
             said = f"there is no such field{nearest_hint(name[:100], known)}; there are {', '.join(known)}"
-            raise HTTPException(400, f"{name[:100]}: {said}")
+            raise HTTPException(400, f"{where}{name[:100]}: {said}")
 
 
 class BatchingQueue:
@@ -171,6 +172,9 @@ def _samples(body: dict[str, Any], answerer: Answerer) -> tuple[list[Any], dict[
     read = rows.from_row if users or field == "rows" else rows.from_text
     samples, unanswered = list[Any](), dict[int, str]()
     for place, value in enumerate(values):
+        if users:  # of what a row may hold nothing must be there, so that a wrong field would go unnoticed
+            column = users.column or usual_column("user", value) or "user"
+            refuse_unknown(value, (column, ITEMS_COLUMN), f"{field}[{place}]: ")
         try:
             samples.append(read(value, f"{field}[{place}]"))
         except UnansweredRowError as error:

@@ -452,8 +452,9 @@ class Recommendations:
         large letters, or by the letters and zeros before its number.
         """
         close = written_otherwise(name, self._user_numbers if is_user else self._item_numbers)
-        other, end = self._bare[is_user].get(LETTERS.sub("", name), ""), name.strip().lower().lstrip("0")
-        return close or other * (other != name and other.lower().endswith(end))
+        other = self._bare[is_user].get(LETTERS.sub("", name), "")
+        end, whole = (re.sub(r"(?<!\d)0+(?=\d)", "", one.strip().lower()) for one in (name, other))
+        return close or other * (other != name and whole.endswith(end))
 
     @cached_property
     def _bare(self) -> list[dict[str, str]]:

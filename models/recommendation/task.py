@@ -110,8 +110,8 @@ class Recommender(Task):
     data: ClassVar = "data.interactions.dataset:Interactions"
     measured_files: ClassVar = (BASELINES_FILE,)
     follow_ups: ClassVar = (
-        "serve {run}",
-        "recommend {run} --out lists.csv",
+        "serve {run}{by}",
+        "recommend {run}{by} --out lists.csv",
         "auto --task recommender --from {run} --split none",
     )
     set_beside: ClassVar = (*(f"full_{one}" for one in BASELINES), "full", *BASELINES)
@@ -375,6 +375,12 @@ class Recommender(Task):
     def trained_before(self, run: Path, facts: Facts) -> str:
         return catalogue.trained_before(run / "final", facts.folder)
 
+    def lists_by(self, metrics: Mapping[str, Any]) -> str:
+        best = _rival(metrics, self.options.top_k)
+        beside = _beside(metrics, best, self.options.top_k)
+        loses = beside and (beside[1] > 0 or best == metrics.get("best_on_validation"))
+        return best if self._has_network and loses else ""
+
     def open_lists(self, final: Path, by: str = BEST) -> recommendations.Recommendations:
         with hub.reading(final):
             return recommendations.open_recommendations(final, by)
@@ -451,6 +457,15 @@ def _beside(metrics: Mapping[str, Any], name: str, k: int) -> list[float]:
     return found if [*map(type, found)] == [float] * 3 else []
 
 
+def _rival(metrics: Mapping[str, Any], k: int) -> str:
+    """The baseline that the model is held against: the best on the validation data, where that was no model,
+    else on the held-out users; empty where there is none.
+    """
+    figures = {name: found[0] for name in BASELINES if (found := _beside(metrics, name, k))}
+    best = str(metrics.get("best_on_validation"))
+    return best if best in figures else max(figures, key=figures.__getitem__, default="")
+
+
 def _verdict(metrics: Mapping[str, Any], k: int, model: str, other: str) -> str:
     """What the held-out users say of the best baseline and the model, or where there is none of the two best
     baselines; `other`: what else to try.
@@ -462,11 +477,8 @@ def _verdict(metrics: Mapping[str, Any], k: int, model: str, other: str) -> str:
     own, users = metrics.get(metric), metrics.get("held_out_users")
     if not (figures and isinstance(own, float) and isinstance(users, int)):
         return ""
-    best = str(metrics.get("best_on_validation"))
-    model = model or BASELINES.get(best, BASELINES[EASE])
-    tuned = best in figures
-    if not tuned:  # the model, or nothing was tuned
-        best = max(figures, key=lambda name: figures[name][0])
+    chosen, best = str(metrics.get("best_on_validation")), _rival(metrics, k)
+    model = model or BASELINES.get(chosen, BASELINES[EASE])
     figure, low, high = figures[best]
     better, other_one, sign = (BASELINES[best], model, 1) if figure > own else (model, BASELINES[best], -1)
     ends = sorted((sign * low, sign * high))
@@ -477,4 +489,4 @@ def _verdict(metrics: Mapping[str, Any], k: int, model: str, other: str) -> str:
     said = f"{better} ranks better than {other_one} by {shown}"
     if better == model:
         return said
-    return said + other if tuned else f"{said}; `isobatch recommend RUN --by {best}` gives its lists"
+    return said + other if best == chosen else f"{said}; `isobatch recommend RUN --by {best}` gives its lists"

@@ -135,6 +135,20 @@ def test_a_home_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.M
         )
 
 
+def test_a_folder_that_is_closed_to_this_user_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is not there yet is made in the folder above, and one of models may be read-only."""
+    (tmp_path / "file").touch()
+    for place, state in ((tmp_path / "new" / "one", "ok"), (tmp_path / "file" / "in", "warning")):
+        assert machine.check_access("hub cache", place, os.R_OK, "HF_HOME").state == state
+    monkeypatch.setattr(os, "access", lambda _, mode: not mode & os.W_OK)
+    assert machine.check_access("hub cache", tmp_path, os.R_OK, "HF_HOME").state == "ok"
+    found = machine.check_access("agreed code", tmp_path / "new", os.W_OK, "ISOBATCH_STATE")
+    assert (found.state, found.text) == ("warning", f"{tmp_path}/new: {tmp_path} is closed to this user")
+    assert "set ISOBATCH_STATE to a folder of yours" in found.remedy
+
+
 def test_a_probe_answers_fails_or_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "MODULE", "core.measures")
     assert probes.try_out(Probe("", "format_bytes", "", {"count": 1500})) == ok("", "2 KB")
@@ -175,7 +189,9 @@ def test_a_healthy_machine_raises_no_alarm(say: Say, tmp_path: Path) -> None:
     checks = json.loads(out)["checks"]
     assert [check for check in checks if check["state"] != "ok"] == []
     assert code == 0
-    assert {"versions", "runs locks", "torch", "GPU", "gloo", "deepspeed"} <= {c["name"] for c in checks}
+    assert {"versions", "runs locks", "agreed code", "hub cache", "torch", "GPU", "gloo", "deepspeed"} <= {
+        c["name"] for c in checks
+    }
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
 
 

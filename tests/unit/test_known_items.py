@@ -289,12 +289,24 @@ def test_columns_of_a_table_say_what_is_offered(tmp_path: Path) -> None:
     for where, said in {
         "stokc > 0": r"--where stokc > 0: 'stokc' is undefined \(did you mean stock\?\): write columns",
         "category > 0": "a cell holds text where a number is asked for: write columns",
-        "stock = 0 AND price < 9": "with ==, and, or",
-        "stock >": "--where stock >: ",
+        "stock = 0 AND price < 9": 'write it as --where "stock == 0 and price < 9"',
+        "stock >": "--where stock >: breaks off, or lacks a sign between two words: write columns",
+        "stock 0": "--where stock 0: breaks off, or lacks a sign between two words: write columns",
         "1 // 0": "zero",
     }.items():
         with pytest.raises(UserError, match=said):
             choose(lists, only=str(table), where=where)
+    for where, ours in {
+        "price = 3": "price == 3",
+        "price < 29,90": "price < 29.90",
+        "(price <= 29,90 OR stock => 1)": "(price <= 29.90 or stock >= 1)",
+        "price <> 5,5 && NOT stock": "price != 5.5 and not stock",
+        "category IN ('a,1 = 2') || price=9": "category in ('a,1 = 2') or price==9",
+    }.items():
+        with pytest.raises(UserError, match=re.escape(f'--where {where}: write it as --where "{ours}"')):
+            choose(lists, only=str(table), where=where)
+    choose(lists, only=str(table), where="price in (2,30) and category != 'a = 1,5'")
+    assert set(names(lists.recommend("u1", 99))) == {"i5", "i7"}
     for category, said in {
         "Wine": r"Wine: no row of .* \(did you mean wine\?\)",
         "tea,beer": "beer: .*; there is: wine, tea",
@@ -521,13 +533,15 @@ def test_a_number_that_lost_its_zeros_is_asked_about(tmp_path: Path) -> None:
         ("10111", "K010111"),
         ("k010111", "K010111"),
         ("010111 ", "K010111"),
-        ("K10111", ""),
+        ("K10111", "K010111"),
+        ("k0010111", "K010111"),
+        ("C010111", ""),
         ("9999", ""),
         ("x", ""),
         ("", ""),
     ],
 )
-def test_a_customer_number_is_found_without_its_letters_where_one_has_it(
+def test_a_customer_number_is_found_without_its_letters_or_zeros_where_one_has_it(
     asked: str, meant: str, tmp_path: Path
 ) -> None:
     write_model(tmp_path)

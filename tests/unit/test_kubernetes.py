@@ -326,6 +326,7 @@ def test_outside_of_a_pod_it_is_said(words: list[str], monkeypatch: pytest.Monke
         (["--task", "causal-lm", "--claim", "a", "--cpu"], "--image"),
         (["--task", "causal-lm", *LEAST], "--gpus-per-node, or --cpu"),
         ([*GPUS, "--cpu"], "--cpu: "),
+        ([*GPUS[:-1], "a100:4"], "without a type: --gpus-per-node 4 --node-selector gpu=a100$"),
         ([*GPUS, "--name", "My_Run"], "--name My_Run"),
         *(
             ([*GPUS, "--node-selector", text], f"--node-selector {text}")

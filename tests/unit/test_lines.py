@@ -51,7 +51,7 @@ def test_the_commands_after_a_run_have_names_and_flags_that_there_are(task: str)
     commands = (workload(task).task if task else Task).follow_ups
     assert len(commands) == 3
     for command in commands:
-        name, words = find_command(shlex.split(command.format(run="runs/a")))
+        name, words = find_command(shlex.split(command.format(run="runs/a", by=" --by ease")))
         flags = {*flags_of(COMMANDS[name].options)} | ({"task", "from"} if name == "auto" else set())
         if name == "auto":
             flags |= known_flags(words[1])
@@ -67,8 +67,32 @@ def test_a_run_that_kept_its_best_step_goes_on_for_as_many() -> None:
     recipe = parse_request(["--task", "recommender", "--preset", "ids"], "auto").recipe
     for patience, more in ((10, " --patience 0 --steps 21"), (0, "")):
         asked = dataclasses.replace(recipe, patience=patience)
-        run = SimpleNamespace(recipe=asked, folder=Path("runs/a"), exported="ids-21")
+        kept = {"exported": "ids-21", "summary": lambda: None}
+        run = SimpleNamespace(recipe=asked, folder=Path("runs/a"), **kept)
         assert f"--from runs/a --split none{more} --data demo" in next_lines(run)[-1]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("preset", "chosen", "ends", "by"),
+    [
+        ("sequence", "ease", (-0.01, 0.03), " --by ease"),
+        ("sequence", "model", (0.01, 0.03), " --by ease"),
+        ("sequence", None, (0.01, 0.03), " --by ease"),
+        ("sequence", "model", (-0.01, 0.03), ""),
+        ("classics", "ease", (0.01, 0.03), ""),
+    ],
+)
+def test_the_lists_of_a_network_that_lost_are_offered_by_what_ranks_better(
+    preset: str, chosen: str | None, ends: tuple[float, float], by: str
+) -> None:
+    recipe = parse_request(["--task", "recommender", "--preset", preset], "auto").recipe
+    metrics = {"full_ease_ndcg@10": 0.32, "full_ease_ndcg@10_difference_ci95": [*ends]}
+    metrics |= {"full_ndcg@10": 0.3, "held_out_users": 800} | (
+        {"best_on_validation": chosen} if chosen else {}
+    )
+    kept = {"exported": "", "summary": lambda: {"metrics": metrics}}
+    told = next_lines(SimpleNamespace(recipe=recipe, folder=Path("runs/a"), **kept))  # type: ignore[arg-type]
+    assert told[:2] == [f"  isobatch serve runs/a{by}", f"  isobatch recommend runs/a{by} --out lists.csv"]
 
 
 def test_a_path_is_whole_where_a_line_is_broken() -> None:

@@ -78,6 +78,7 @@ def test_a_trainer_is_what_ray_takes(tmp_path: Path) -> None:
         ([*CPUS, "--ray-workers", "0"], "--ray-workers 0"),
         (["--task", "causal-lm"], "--gpus-per-worker, or --cpu"),
         ([*GPUS, "--cpu"], "--cpu: "),
+        ([*CPUS, "--gpus-per-worker", "a100:4"], "without a type: --gpus-per-worker 4$"),
         ([*CPUS, "--address", "http://head:8265"], "ray job submit"),
         ([*GPUS, "--processes", "6"], "--processes 6: must be a multiple of --ray-workers 4"),
         ([*GPUS, "--processes", "64"], "--processes 64: .* at most 32"),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from isobatch.launch.report.tables import runs_table, table_beside
+from isobatch.launch.report.tables import results_table, runs_table, table_beside
 
 
 def test_a_baseline_stands_beside_the_model() -> None:
@@ -33,4 +33,18 @@ def test_runs_stand_side_by_side_with_a_row_for_each_figure() -> None:
         ["state", "done", "done"],
         ["split", "test", "test"],
         ["f1 macro", "0.5", ""],
+    ]
+
+
+def test_several_runs_have_a_line_each() -> None:
+    run = {"run": "a", "task": "classifier", "state": "done", "split": "test", "monitor": "f1_macro"}
+    run |= {
+        "steps": 1200,
+        "train_seconds": 61.2,
+        "metrics": {"f1_macro": 0.5, "f1_macro within (95 %)": "0.4 to 0.6"},
+    }
+    half = {**run, "run": "b", "state": "stopped", "metrics": None, "train_seconds": None}
+    assert results_table([run, half])[1:] == [
+        ["a", "classifier", "test: f1 macro 0.5", "0.4 to 0.6", "1,200", "61 s"],
+        ["b", "classifier", "stopped", "", "1,200", ""],
     ]

@@ -15,7 +15,14 @@ from starlette.testclient import TestClient
 from isobatch.core.errors import UserError
 from isobatch.data.text.chat_templates import ChatTemplate
 from isobatch.launch.predicting.predict import Answerer
-from isobatch.launch.predicting.tables import TextReader
+from isobatch.launch.predicting.tables import (
+    PromptReader,
+    RowReader,
+    SequenceReader,
+    TextReader,
+    UserReader,
+    WordReader,
+)
 from isobatch.launch.serving.app import (
     MAX_BODY_BYTES,
     MAX_CHARACTERS,
@@ -202,6 +209,36 @@ def test_what_is_wrong_is_one_sentence(path: str, model: TestClient, answers: Te
     for body, expected in WRONG[path]:
         status = 413 if "too long together" in expected else 400
         require_sentence(client.post(path, content=json.dumps(body), headers=JSON), expected, status)
+
+
+FIELDS: dict[type[RowReader], tuple[dict[str, Any], str]] = {
+    TextReader: (
+        {"sentense": "a"},
+        "(did you mean sentence?); it has: sentense; --text-column names",
+    ),
+    WordReader: ({"tokenz": ["a"]}, "(did you mean tokens?); it has: tokenz"),
+    SequenceReader: ({"sequense": [1]}, "(did you mean sequence?); it has: sequense"),
+    PromptReader: ({"promt": "a"}, "(did you mean prompt?); it has: promt"),
+    UserReader: ({"item": ["a"]}, "rows[0]: item: there is no such field (did you mean items?)"),
+}
+"""A reader -> a row whose only field means nothing to it, and what is said."""
+
+
+@pytest.mark.parametrize("reader", FIELDS)
+def test_a_row_with_a_wrong_field_alone_is_refused_by_every_task(reader: type[RowReader]) -> None:
+    row, expected = FIELDS[reader]
+    with TestClient(prediction_app("p", Answerer(Echo(), reader()))) as client:
+        require_sentence(client.post("/predict", json={"rows": [row]}), expected)
+
+
+@pytest.mark.parametrize("column", [None, "kunde"])
+def test_a_recommender_reads_all_that_a_row_holds(column: str | None) -> None:
+    name = column or "customer_id"
+    with TestClient(prediction_app("p", Answerer(Echo(), UserReader(column)))) as client:
+        rows = {column or "user": {"basket": ["a"]}, name: {name: "7", "items": ["a"], "basket": ["b"]}}
+        for there, row in rows.items():
+            said = f"rows[1]: basket: there is no such field; there are {there}, items"
+            require_sentence(client.post("/predict", json={"rows": [{"items": ["a"]}, row]}), said)
 
 
 def test_other_wrong_requests(model: TestClient, answers: TestClient) -> None:

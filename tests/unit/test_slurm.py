@@ -104,8 +104,8 @@ def test_a_script_that_was_only_printed_makes_its_runs(tmp_path: Path) -> None:
     assert made.stdout.strip() == f"{tmp_path}/runs/slurm-r/job.sh"
 
 
-GPU_NODES = r"gpu|64|gpu:h100:8(S:0-1)|1000000\ngpu|96|gpu:h100:8|2000000"
-NODES = f"case $* in *gpu*) printf '{GPU_NODES}' ;; *) echo 'debug*|16|(null)|64000' ;; esac"
+GPU_NODES = r"gpu|64|gpu:h100:8(S:0-1)|1000000|1-00:00:00\ngpu|96|gpu:h100:8|2000000|1-00:00:00"
+NODES = f"case $* in *gpu*) printf '{GPU_NODES}' ;; *) echo 'debug*|16|(null)|64000|infinite' ;; esac"
 
 
 @pytest.mark.parametrize(
@@ -125,6 +125,27 @@ def test_a_job_asks_for_its_share_of_a_node(
     more = ("--time", "5", "--name", "r", "--quiet", "--out", str(tmp_path))
     _, script, _ = say(command.slurm, "--task", LINE, *more, *words.split())
     assert re.findall("^#SBATCH (--(?:cpus|mem=).*)", script, re.MULTILINE) == asked
+
+
+@pytest.mark.parametrize(
+    ("words", "sinfo", "most"),
+    [
+        ("--partition gpu --time 3-00:00:00", NODES, "gpu grants 24:00:00"),
+        ("--partition gpu --sbatch --time=25:00:00", NODES, "gpu grants 24:00:00"),
+        ("--partition gpu --time 1-00:00:00", NODES, ""),
+        ("--time 3-00:00:00", NODES, ""),
+        ("--time 31", "echo 'debug*|16|(null)|64000|30:00'", "the default partition grants 30:00"),
+        ("--time 31", "printf 'a*|1|(null)|1|30:00\\nb*|1|(null)|1|60:00'", ""),
+        ("--time 31", "exit 1", ""),
+    ],
+)
+def test_a_time_above_what_a_partition_grants_is_said_before_the_job_waits_for_ever(
+    words: str, sinfo: str, most: str, tmp_path: Path, slurm: Slurm, say: Say
+) -> None:
+    slurm(sinfo=sinfo)
+    _, script, said = say(command.slurm, "--task", LINE, "--cpu", "--out", str(tmp_path), *words.split())
+    assert "#SBATCH --time=" in script
+    assert re.findall(r"--time \S+: (.* grants \S+): .*; give --time", said) == ([most] if most else [])
 
 
 @pytest.mark.parametrize(

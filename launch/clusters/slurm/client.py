@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import shutil
 import subprocess
@@ -175,18 +176,21 @@ class NodeShape(NamedTuple):
     """Of its GPUs; empty where Slurm does not name it."""
     megabytes: int
     """Of its memory, as Slurm counts it; 1 where nobody has configured it."""
+    most_seconds: float
+    """The longest time limit of a job in its partition; infinite where there is none."""
 
 
 def node_shapes(partition: str | None) -> list[NodeShape]:
     """The nodes of a partition, or of the default one; none where sinfo does not say."""
     words = ("-p", partition) if partition else ()
-    said = run_slurm("sinfo", "-h", "-N", *words, "-o", "%P|%c|%G|%m", seconds=10).stdout.splitlines()
+    said = run_slurm("sinfo", "-h", "-N", *words, "-o", "%P|%c|%G|%m|%l", seconds=10).stdout.splitlines()
     found = []
-    for name, cpus, gres, memory in (row.split("|") for row in said if row.count("|") == 3):
+    for name, cpus, gres, memory, limit in (row.split("|") for row in said if row.count("|") == 4):
         if partition or name.endswith("*"):
             gpus = re.findall(r"gpu(?::([^:,(]+))??:(\d+)", gres)  # gpu:h100:8(S:0-1),nvme:2
             card = gpus[0][0] if gpus else ""
-            found.append(NodeShape(int(cpus), sum(int(n) for _, n in gpus), card, int(memory)))
+            seconds = parse_time_limit(limit) if limit[0].isdigit() else math.inf
+            found.append(NodeShape(int(cpus), sum(int(n) for _, n in gpus), card, int(memory), seconds))
     return found
 
 

@@ -109,6 +109,11 @@ def slurm(words: Sequence[str]) -> int:
     render(drafted)
     _container(points[0][0], draft.folder, options)
     print_lines(*dict.fromkeys(note for request in requests.values() for note in request.notes))
+    longest = max((node.most_seconds for node in client.node_shapes(options.partition)), default=math.inf)
+    if slurm_options.parse_time_limit(str(options.time)) > longest:
+        where, most = options.partition or "the default partition", format_duration(longest)
+        way = f"Slurm refuses the job or never starts it; give --time {most}"
+        print_lines(f"--time {options.time}: {where} grants {most}: {way}")
     if options.hardware:  # a plan that is refused makes nothing
         _show_plan(requests[0], find_or_create(requests[0], makes=False), drafted, options, quiet=True)
     if options.submit and (silent := client.job_states(["1"]).get("1")) and silent.stage == "unknown":
@@ -271,7 +276,7 @@ def _fair_share(options: SlurmOptions) -> tuple[int, str]:
     it has none; of its memory the same share, less what the system takes. No memory where sinfo knows none.
     """
     gpus = options.gpus_per_node
-    default = client.NodeShape(DEFAULT_CPUS_PER_GPU * gpus or DEFAULT_CPUS, 0, "", 0)
+    default = client.NodeShape(DEFAULT_CPUS_PER_GPU * gpus or DEFAULT_CPUS, 0, "", 0, math.inf)
     node = min(client.node_shapes(options.partition), default=default)
     share = gpus / node.gpus if node.gpus and gpus else 1.0
     cpus = options.cpus_per_task or max(1, int(node.cpus * share))
