@@ -51,10 +51,8 @@ class Facts:
         return "stored_bytes" in self.extra
 
     def differing_fields(self, other: Facts) -> list[str]:
-        """Names of the fields that differ, but for `folder`, REMARKS, and a digest that only one has."""
+        """Names of the fields that differ, but for `folder` and REMARKS."""
         values, other_values = self._compared(), other._compared()
-        if not (self.digest and other.digest):
-            del values["digest"]
         return [name for name in values if values[name] != other_values[name]]
 
     def _compared(self) -> dict[str, Any]:

@@ -380,9 +380,8 @@ def _tool(given: Any, where: str) -> dict[str, Any]:
     tool = _from_json(given, where)
     function = tool.get("function", tool) if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise UserError(
-            f'{where} has no name: a tool is {{"name": ..., "description": ..., "parameters": ...}}'
-        )
+        form = '{"name": ..., "description": ..., "parameters": ...}'
+        raise UserError(f"{where} has no name: a tool is {form}")
     return dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)}
 
 

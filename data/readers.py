@@ -360,9 +360,8 @@ def _read_jsonl(file: Path, _: SplitFiles) -> Iterator[tuple[str, Mapping[str, A
     for number, line in enumerate(read_lines(file), 1):
         if line.strip():
             if number == 1 and line.strip() in ("[", "{"):
-                raise UserError(
-                    f"{file}: is one list or object in JSON, not one a line: --format json reads it"
-                )
+                what = "is one list or object in JSON, not one a line"
+                raise UserError(f"{file}: {what}: --format json reads it")
             yield _as_row(parse_json(line, where := f"{file} line {number}"), where)
 
 

@@ -44,10 +44,9 @@ class Command(NamedTuple):
     @property
     def usage(self) -> str:
         """What its function says of itself; imports nothing."""
-        source = (
-            (ROOT / "launch" / self.module.replace(".", "/")).with_suffix(".py").read_text(encoding="utf-8")
-        )
-        functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
+        file = ROOT / "launch" / f"{self.module.replace('.', '/')}.py"
+        body = ast.parse(file.read_text(encoding="utf-8")).body
+        functions = [node for node in body if isinstance(node, ast.FunctionDef)]
         return next(ast.get_docstring(node) or "" for node in functions if node.name == self.function)
 
     @property

@@ -132,9 +132,8 @@ def check_architecture(name: str, config: Mapping[str, Any], remote_code: bool, 
     custom_class = (config.get("auto_map") or {}).get("AutoModelForCausalLM")
     if remote_code and custom_class:
         if not Path(name).expanduser().is_dir() and revision is None:
-            raise UserError(
-                f"--remote-code: the code of {name} may change after you have read it: add --revision COMMIT"
-            )
+            why = f"the code of {name} may change after you have read it"
+            raise UserError(f"--remote-code: {why}: add --revision COMMIT")
     elif config.get("model_type") not in known_types:
         its_own = f"read its own code ({custom_class}), then add --remote-code"
         unknown = f"transformers has no causal language model of type {config.get('model_type')}"

@@ -93,9 +93,8 @@ class Interactions(TokenizedData):
         self._tokenizer_source()
         options = self.options
         if options.eval_negatives < 0:
-            raise UserError(
-                f"--eval-negatives {options.eval_negatives}: must be 0, which draws none, or more"
-            )
+            typed = f"--eval-negatives {options.eval_negatives}"
+            raise UserError(f"{typed}: must be 0, which draws none, or more")
         path = path_of(self.recipe.data)
         if path is not None:
             for file in self._tables(path):

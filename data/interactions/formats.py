@@ -221,9 +221,8 @@ def _as_one(path: Path, files: list[Path], parts: list[tables.Table], notes: lis
             raise UserError(f"--data {path}: {which}")
     ends = f"{files[0].relative_to(path)} to {files[-1].relative_to(path)}"
     notes.append(f"{len(files)} files are read as one, in the order of their names: {ends}")
-    return tables.Table(
-        str(path), {n: n for n in one.columns}, lambda: (b for p in parts for b in p.batches())
-    )
+    same = {name: name for name in one.columns}
+    return tables.Table(str(path), same, lambda: (b for p in parts for b in p.batches()))
 
 
 def _open_interactions(file: Path, file_format: str | None, options: Any, notes: list[str]) -> tables.Table:

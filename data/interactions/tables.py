@@ -116,9 +116,8 @@ class Table:
         from pyarrow import compute
 
         parts = compute.extract_regex(texts, DATE)
-        day, month = (
-            compute.max(compute.struct_field(parts, n).cast("int8")).as_py() for n in ("day", "month")
-        )
+        fields = (compute.struct_field(parts, name) for name in ("day", "month"))
+        day, month = (compute.max(field.cast("int8")).as_py() for field in fields)
         if day is None:
             return texts
         is_dotted = compute.any(compute.match_substring_regex(texts, r"^\d\d?[.]")).as_py()
@@ -127,9 +126,8 @@ class Table:
             either = f"{self.columns['time']}: the day or the month may come first, as in 3/4/2024"
             raise UserError(f"{self.name}: {either}: say --date-order day, or month")
         iso = r"\3-\2-\1" if order == "day" else r"\3-\1-\2"
-        return compute.replace_substring_regex(
-            compute.replace_substring_regex(texts, DATE, iso), r"([- ])(\d)\b", r"\10\2"
-        )
+        dates = compute.replace_substring_regex(texts, DATE, iso)
+        return compute.replace_substring_regex(dates, r"([- ])(\d)\b", r"\10\2")
 
     def _checked(self, name: str, values: pa.Array, before: int) -> pa.Array:
         """The values as `batches` gives them. Raises UserError where a number is missing, or one cannot be

@@ -141,9 +141,8 @@ class AnswerEncoder:
         self.notes += [*notes, *self.known.compare(split, np.array(hashes, np.uint64))]
         if not hashes:
             none, reasons = self.data.wanted[0], "".join(f"; {note}" for note in notes)
-            raise UserError(
-                f"--data {self.data.recipe.data}: the {split} split has no {none} to learn from{reasons}"
-            )
+            said = f"the {split} split has no {none} to learn from{reasons}"
+            raise UserError(f"--data {self.data.recipe.data}: {said}")
         columns = self._columns(kept)
         if labels:
             good = labels.count(True)

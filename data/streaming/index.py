@@ -197,9 +197,8 @@ class IndexBuilder:
         total = sum(group.rows for group in groups["train"])
         wanted = left = max(1, min(total // readers.VALIDATION_ONE_IN, MOST_HELD_OUT))
         if total < 2:
-            raise UserError(
-                f"--data {self.encoder.name}: holds {total} rows: training and validation need one each"
-            )
+            said = f"holds {total} rows: training and validation need one each"
+            raise UserError(f"--data {self.encoder.name}: {said}")
         groups["valid"] = []
         while left:
             last = groups["train"].pop()

@@ -79,9 +79,8 @@ def check(data: str) -> None:
     for address in patterns(data):
         scheme = address.partition("://")[0]
         if not is_remote(address):
-            raise UserError(
-                f"--data {data}: {address or 'nothing'} is no address such as s3://bucket/*.parquet"
-            )
+            said = f"{address or 'nothing'} is no address such as s3://bucket/*.parquet"
+            raise UserError(f"--data {data}: {said}")
         if scheme not in LIBRARIES:
             known = ", ".join(f"{name}://" for name in LIBRARIES)
             raise UserError(f"--data {data}: {scheme}:// is none of {known}{nearest_hint(scheme, LIBRARIES)}")

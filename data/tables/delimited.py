@@ -183,9 +183,8 @@ def read(lines: Iterable[str], file: Path, shape: Shape) -> Iterator[tuple[str, 
             if len(row) > width:
                 quotes = shape.dialect["quoting"] != csv.QUOTE_NONE
                 way_out = f": quote a field that holds a {mark}" if quotes else ""
-                raise UserError(
-                    f"{file} line {reader.line_num}: has {len(row)} fields and the header {width}{way_out}"
-                )
+                said = f"has {len(row)} fields and the header {width}{way_out}"
+                raise UserError(f"{file} line {reader.line_num}: {said}")
             if row and reader.line_num > above:
                 yield f"{name} line {reader.line_num}", dict(pair(shape.names, row))
     except csv.Error as error:

@@ -338,10 +338,8 @@ class Texts:
                         f" {CHOICES}, or give it generation marks"
                     )
                 continue  # a part of the next prompt
-            keeps = (
-                number == last or _holds_thought(answer.text, message) or not _keeps_thoughts(self.template)
-            )
-            is_whole = answer.as_asked and keeps
+            may_lack = number == last or not _keeps_thoughts(self.template)
+            is_whole = answer.as_asked and (may_lack or _holds_thought(answer.text, message))
             asks = answer.as_asked if wanted is None else is_whole and number in wanted
             learns = asks and UNLEARNT not in message
             learnt |= {number} if learns and is_whole else set()
@@ -547,9 +545,8 @@ def _reads_text_calls(template: ChatTemplate) -> bool:
     call = {"id": "123456789", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
     for calls in ([call], _calls_as_text([call])):
         with contextlib.suppress(UserError):
-            text = template.render(
-                [_PROBE_TURN[0], {"role": "assistant", "content": "", "tool_calls": calls}]
-            )
+            answer = {"role": "assistant", "content": "", "tool_calls": calls}
+            text = template.render([_PROBE_TURN[0], answer])
             if "{'a': 1}" not in text:  # an object that is written as Python's, not as JSON
                 return calls != [call]
     return False

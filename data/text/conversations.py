@@ -108,9 +108,8 @@ class ConversationEncoder(ShardEncoder):
                 counts.add_fields(texts.notes([part for one in found for part in one]))
                 counts.add_fields([SPLIT] * (len(found) > 1))
                 samples += found
-            yield from zip(
-                samples, token_rows(samples, self.tokenizer, self.template.end_id, self.dtype), strict=True
-            )
+            rows = token_rows(samples, self.tokenizer, self.template.end_id, self.dtype)
+            yield from zip(samples, rows, strict=True)
 
     def _rendered(self, given: Iterator[Any]) -> Iterator[list[Texts]]:
         """Yield the conversations, some at a time: while these are tokenized, the next ones are rendered."""
@@ -299,32 +298,30 @@ class Conversations:
         for where, messages, values in self._messages("train", RowCounts(), cleaning):
             yield from (segment.text for segment in template.texts(messages, where, values).segments())
 
-    def bind_tokenizer(self, tokenization: TokenizationSettings) -> None:
+    def bind_tokenizer(self, settings: TokenizationSettings) -> None:
         """Choose the template for this tokenizer; to be called before `encode`."""
         self.template = chat_templates.choose_template(
             self.options.template,
             self.default_template,
-            tokenization.tokenizer,
-            tokenization.special_ids,
+            settings.tokenizer,
+            settings.special_ids,
             self.folder,
             chat_templates.parse_values(self.options.template_kwargs or ()),
         )
-        self.eos = tokenization.tokenizer.token_to_id(self.template.tokens["eos_token"])
+        self.eos = settings.tokenizer.token_to_id(self.template.tokens["eos_token"])
 
-    def encode(
-        self, split: str, tokenization: TokenizationSettings
-    ) -> tuple[dict[str, Column], dict[str, int]]:
+    def encode(self, split: str, settings: TokenizationSettings) -> tuple[dict[str, Column], dict[str, int]]:
         """(columns, sizes) of a split. Raises UserError where no conversation is left to learn from."""
         counts = RowCounts()
         given = (json.dumps(found) for found in self._messages(split, counts, self.cleaning))
         encoder = ConversationEncoder(
-            tokenizer=tokenization.tokenizer,
-            dtype=tokenization.dtype,
+            tokenizer=settings.tokenizer,
+            dtype=settings.dtype,
             template=self.template,
-            max_length=tokenization.max_length,
+            max_length=settings.max_length,
             response_only=self.response_only,
         )
-        found, facts = encode_whole(encoder, f"{self.name}, {split}", given, tokenization.workshop)
+        found, facts = encode_whole(encoder, f"{self.name}, {split}", given, settings.workshop)
         for of_shard in facts:
             counts.update(of_shard["counts"])
         if split == "valid":
@@ -332,19 +329,16 @@ class Conversations:
         if split == "train":
             self.most_turns = max((one["turns"] for one in facts), default=0)
         self.total.update(counts)
-        notes = [*counts.notes(split, tokenization.max_length)]
+        notes = [*counts.notes(split, settings.max_length)]
         if not counts["rows"]:
             reasons = "".join(f"; {note}" for note in notes)
-            raise NoSamplesError(
-                f"--data {self.name}: the {split} split has no conversation to learn from{reasons}"
-            )
+            said = f"the {split} split has no conversation to learn from{reasons}"
+            raise NoSamplesError(f"--data {self.name}: {said}")
         same = self.known.compare(split, found["hashes"])
         if same and "duplicates" not in self.cleaning.steps:
             same.append("--clean duplicates leaves such rows out of training")
         self.remarks += [*notes, *same]
-        tokens = Ragged.of_lengths(
-            found["tokens"], found["lengths"], tokenization.special_ids.get("pad") or 0
-        )
+        tokens = Ragged.of_lengths(found["tokens"], found["lengths"], settings.special_ids.get("pad") or 0)
         learn = Ragged(found["learn"], tokens.offsets)
         columns: dict[str, Column] = {"tokens": tokens, "learn": learn, "token.weight": found["weights"]}
         return columns, counts.sizes()

@@ -125,14 +125,14 @@ class Text(TokenizedData):
         if stride and all(isinstance(one, conversations.Conversations) for one in sets):
             raise UserError(f"--stride {stride}: is for running text; conversations are judged one by one")
         tokenizer, special = self._open_or_train_tokenizer(found.texts)
-        tokenization = TokenizationSettings(tokenizer, special, recipe.max_length, stride, self.workshop)
-        found.bind_tokenizer(tokenization)
+        settings = TokenizationSettings(tokenizer, special, recipe.max_length, stride, self.workshop)
+        found.bind_tokenizer(settings)
         learnt = {} if self.known is None else self.known.extra
         if learnt.get("template") and isinstance(found, conversations.Conversations):
             found.template, found.eos = chat_templates.ChatTemplate(**learnt["template"]), learnt["eos"]
         columns, sizes = {}, {}
         for split in found.splits if self.known is None else ("valid",):
-            columns[split], sizes[split] = found.encode(split, tokenization)
+            columns[split], sizes[split] = found.encode(split, settings)
         extra = {
             **self._tokenizer_facts(tokenizer, special),
             "splits": sizes,
@@ -146,8 +146,7 @@ class Text(TokenizedData):
         """The samples of a prepared split; those of a mixture have `parts`, the share of each set."""
         source = ArraySource.open(folder / split)
         if SET_COLUMN in source.columns:
-            sizes = np.bincount(
-                np.asarray(source.columns[SET_COLUMN]), minlength=len(self.options.mix or ())
-            ).tolist()
-            source.parts = tuple(zip(sizes, self.options.mix or map(float, sizes), strict=True))
+            shares, sets = self.options.mix or (), np.asarray(source.columns[SET_COLUMN])
+            sizes = np.bincount(sets, minlength=len(shares)).tolist()
+            source.parts = tuple(zip(sizes, shares or map(float, sizes), strict=True))
         return source

@@ -122,12 +122,10 @@ class PlainText:
         """What the user should know, one line each."""
         return [*self.corpus.notes, *self.cleaning.notes(), *self.remarks, *self.total.field_notes()]
 
-    def bind_tokenizer(self, tokenization: TokenizationSettings) -> None:
+    def bind_tokenizer(self, settings: TokenizationSettings) -> None:
         """Nothing to prepare: plain text has no template."""
 
-    def encode(
-        self, split: str, tokenization: TokenizationSettings
-    ) -> tuple[dict[str, Column], dict[str, int]]:
+    def encode(self, split: str, settings: TokenizationSettings) -> tuple[dict[str, Column], dict[str, int]]:
         """(columns, sizes) of a split: training in blocks, held-out splits in windows if there is a stride.
 
         Raises UserError for a text of fewer than two tokens.
@@ -135,25 +133,25 @@ class PlainText:
         counts, rows = Counter[str](), RowCounts()
         texts = self._read(split, self.cleaning, rows)
         encoder = PlainTextEncoder(
-            tokenizer=tokenization.tokenizer,
-            dtype=tokenization.dtype,
+            tokenizer=settings.tokenizer,
+            dtype=settings.dtype,
             is_stream=self.corpus.is_stream,
-            eos=tokenization.special_ids["eos"],
+            eos=settings.special_ids["eos"],
         )
-        found, facts = encode_whole(encoder, f"{self.name}, {split}", texts, tokenization.workshop)
+        found, facts = encode_whole(encoder, f"{self.name}, {split}", texts, settings.workshop)
         for of_shard in facts:
             counts.update(of_shard)
         if self.corpus.is_stream:
             counts["lines"] += not facts or facts[-1]["open"]
         self.total.update(rows)
-        self.remarks += (left_out := [*rows.notes(split, tokenization.max_length)])
-        tokens = found.get("tokens", np.empty(0, tokenization.dtype))
+        self.remarks += (left_out := [*rows.notes(split, settings.max_length)])
+        tokens = found.get("tokens", np.empty(0, settings.dtype))
         if len(tokens) < 2:
             raise NoSamplesError(
                 f"--data {self.name}: the {split} text has {len(tokens)} tokens: at least 2 are needed"
                 + "".join(f"; {note} (the first: {rows.first_left_out})" for note in left_out)
             )
-        width, stride = tokenization.max_length, tokenization.stride if split != "train" else 0
+        width, stride = settings.max_length, settings.stride if split != "train" else 0
         columns = windows(tokens, width, stride) if stride else blocks(tokens, width)
         sizes = {"tokens": len(tokens), "predicted": int(columns["token.weight"].sum())}
         hashes = found.get("hashes", np.empty(0, np.uint64))  # a stream has no documents, so no hashes

@@ -172,20 +172,18 @@ class Mixture:
         """The texts that a tokenizer is trained on: of each set as many characters, until it ends."""
         return interleave_by_characters([s.texts() for s in self.sets])
 
-    def bind_tokenizer(self, tokenization: TokenizationSettings) -> None:
+    def bind_tokenizer(self, settings: TokenizationSettings) -> None:
         """Let every set choose its template for this tokenizer."""
         for one in self.sets:
-            one.bind_tokenizer(tokenization)
+            one.bind_tokenizer(settings)
 
-    def encode(
-        self, split: str, tokenization: TokenizationSettings
-    ) -> tuple[dict[str, Column], dict[str, int]]:
+    def encode(self, split: str, settings: TokenizationSettings) -> tuple[dict[str, Column], dict[str, int]]:
         """(columns, sizes) of a split; the sizes are summed over the sets."""
-        spooled = SpooledColumns(tokenization.workshop.folder)
+        spooled = SpooledColumns(settings.workshop.folder)
         total: Counter[str] = Counter()
         for number, one in enumerate(self.sets):
             if split in one.splits:
-                columns, sizes = one.encode(split, tokenization)
+                columns, sizes = one.encode(split, settings)
                 rows, learn = columns["tokens"], columns.get("learn")
                 assert isinstance(rows, Ragged)
                 arrays = {"tokens": rows.values, "lengths": rows.lengths}
@@ -195,7 +193,7 @@ class Mixture:
                 self.samples[number][split], self.sizes[number][split] = len(rows), sizes
                 total.update(sizes)
         found = spooled.arrays()
-        pad = tokenization.special_ids.get("pad") or 0
+        pad = settings.special_ids.get("pad") or 0
         return {
             "tokens": Ragged.of_lengths(found["tokens"], found["lengths"], pad),
             "learn": Ragged.of_lengths(found["learn"], found["lengths"]),

@@ -131,9 +131,8 @@ def check_shapes(saved: StateReader, shapes: Mapping[str, tuple[int, ...]]) -> N
     found = saved_weight_names(saved)
     if found != set(shapes):
         names = sorted(found ^ set(shapes))
-        raise TrainingError(
-            f"the checkpoint's weights are not this model's: {', '.join(names[:3])} ({len(names)} names)"
-        )
+        some = f"{', '.join(names[:3])} ({len(names)} names)"
+        raise TrainingError(f"the checkpoint's weights are not this model's: {some}")
     for name, shape in shapes.items():
         if (saved_shape := saved.entries[WEIGHT + name].shape) != shape:
             raise TrainingError(f"the checkpoint's {name} has shape {saved_shape}, and this model's {shape}")

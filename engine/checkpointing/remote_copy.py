@@ -49,9 +49,8 @@ class CheckpointStore:
         import fsspec
 
         if run in ("", ".", ".."):
-            raise UserError(
-                f"{url}/{run}: give the URL of the copies with the run's name: s3://bucket/prefix/RUN"
-            )
+            way = "give the URL of the copies with the run's name: s3://bucket/prefix/RUN"
+            raise UserError(f"{url}/{run}: {way}")
         try:
             # Other nodes write there too: what was listed before says nothing.
             self.files, root = fsspec.core.url_to_fs(url, use_listings_cache=False)

@@ -114,9 +114,8 @@ class Spikes(Hook):
         first = max(1, step - ROLLBACK_STEPS) if self.mode == "rollback" else step
         before = {n for n in left_out if step - WINDOW < n <= step}
         if len(before | set(range(first, step + 1))) > MOST_LEFT_OUT[self.mode]:
-            raise TrainingError(
-                f"{said}; {len(before)} of the {WINDOW} steps before were left out: lower --lr"
-            )
+            left = f"{len(before)} of the {WINDOW} steps before were left out"
+            raise TrainingError(f"{said}; {left}: lower --lr")
         if self.training.world.is_main:
             leave_out(self.run, phase, first, step, said)
         steps = f"step {step}" if first == step else f"steps {first} to {step}"

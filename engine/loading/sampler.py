@@ -163,9 +163,8 @@ def make_sampler(recipe: Recipe, source: Source, cohort: int) -> Sampler:
     lengths = source.lengths if recipe.group_by_length else None
     parts = source.parts
     if parts and cohort > 1:
-        raise UserError(
-            f"--data {recipe.data}: this task computes {cohort} samples together, so that it takes one set"
-        )
+        why = f"this task computes {cohort} samples together"
+        raise UserError(f"--data {recipe.data}: {why}, so that it takes one set")
     groups = None
     if recipe.order != "rows":
         assert source.groups is not None, "data with has_groups opens sources with groups"

@@ -243,13 +243,10 @@ def detect_gpus(env: Mapping[str, str], execute: CommandRunner, root: Path = Pat
         # Only the device files are known. Where none is NVIDIA's own, the GPU may be one that torch is not
         # made for: no GPU then, unless torch complains of its driver.
         return (make_gpu("NVIDIA GPU", 0, (0, 0), [], why_unusable=seen.why_unusable),) * max(1, own)
-    gpus = [
-        make_gpu(name, memory, (a, b), seen.architectures, chip) for name, memory, a, b, chip in seen.devices
-    ]
-    taken = seen.taken or [0] * len(gpus)
-    return tuple(
-        replace(gpu, taken_bytes=used, has_triton=seen.triton) for gpu, used in zip(gpus, taken, strict=True)
-    )
+    built, taken = seen.architectures, seen.taken or [0] * len(seen.devices)
+    gpus = (make_gpu(name, memory, (a, b), built, chip) for name, memory, a, b, chip in seen.devices)
+    pairs = zip(gpus, taken, strict=True)
+    return tuple(replace(gpu, taken_bytes=used, has_triton=seen.triton) for gpu, used in pairs)
 
 
 def make_gpu(

@@ -62,6 +62,5 @@ def is_consistent(steps: LeftOut, state: Mapping[str, Any]) -> bool:
 def refuse_where_steps_matter(task: Task) -> None:
     """Raise UserError for a task that changes its model after certain steps: none can be left out."""
     if isinstance(task, ChangesModel):
-        raise UserError(
-            f"{type(task).__name__} changes its model by the step's number, so that no step can be left out"
-        )
+        name = type(task).__name__
+        raise UserError(f"{name} changes its model by the step's number, so that no step can be left out")

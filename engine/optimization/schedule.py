@@ -94,9 +94,8 @@ def _steps(recipe: Recipe, index: int, phase: Phase, count: int, steps_per_epoch
 def _nth(values: Sequence[float], index: int, phase: Phase, count: int, flag: str) -> float:
     """The value of phase `index` of `count`; one value for several phases is divided by their shares."""
     if len(values) not in (1, count):
-        raise UserError(
-            f"{flag} {','.join(map(str, values))}: give one number, or one for each of {count} phases"
-        )
+        typed = f"{flag} {','.join(map(str, values))}"
+        raise UserError(f"{typed}: give one number, or one for each of {count} phases")
     return values[0] * phase.share if len(values) == 1 < count else values[index]
 
 

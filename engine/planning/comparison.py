@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from isobatch.core.errors import UserError
+from isobatch.core.flags import value_text
 from isobatch.core.measures import format_duration, gigabytes, wrapped
 from isobatch.core.strategies import traits_of
 from isobatch.core.terminal import columns, fitted, rendered, table
@@ -153,10 +154,8 @@ def reasons(found: Estimate) -> str:
 
 
 def _cell(name: str, value: Any) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
     if name.endswith("_bytes") and value is not None:
         return gigabytes(value)
     if isinstance(value, dict):
         return ", ".join(f"{stage} {peak / 1e9:.2f}" for stage, peak in value.items())
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+    return f"{value:.3g}" if isinstance(value, float) else value_text(value)

@@ -235,9 +235,8 @@ def parse_prices(text: str | None) -> dict[str, float]:
         card = named_model(name.strip()) if name else ""
         match = re.fullmatch(PRICE, price.strip().lower())
         if card is None or match is None or float(match[1]) <= 0:
-            raise UserError(
-                f"--price {text}: is no price of a GPU's hour such as 2.10/h, or of cards: h100=2.10,t4=0.35"
-            )
+            forms = "such as 2.10/h, or of cards: h100=2.10,t4=0.35"
+            raise UserError(f"--price {text}: is no price of a GPU's hour {forms}")
         found[card] = float(match[1])
     return found
 

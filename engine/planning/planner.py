@@ -97,15 +97,13 @@ def _check_processes(case: PlanningCase) -> None:
     asked, world = case.asked, case.world
     processes = world or asked.processes
     if world and asked.processes not in (None, world):
-        raise UserError(
-            f"--processes {asked.processes}: the launcher formed a world of {world}; leave the flag out"
-        )
+        formed = f"the launcher formed a world of {world}"
+        raise UserError(f"--processes {asked.processes}: {formed}; leave the flag out")
     if processes and case.device != "cpu" and processes > case.hardware.devices:
         have = case.hardware.devices
         there = "is 1 GPU" if have == 1 else f"are {have} GPUs"
-        raise UserError(
-            f"--processes {processes}: there {there}, and every process needs its own; give {have} or fewer"
-        )
+        why = f"there {there}, and every process needs its own"
+        raise UserError(f"--processes {processes}: {why}; give {have} or fewer")
     if (copies := asked.copies) and (asked.strategy == "auto" or not traits_of(asked.strategy).keeps_copies):
         raise UserError(f"--copies {copies}: hsdp alone keeps copies: add --strategy hsdp, or leave it out")
     if asked.strategy == "auto":

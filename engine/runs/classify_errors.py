@@ -38,13 +38,11 @@ def classify(error: BaseException) -> errors.IsobatchError | None:
         model = next(filter(None, (f.get("pretrained_model_name_or_path") for f in frames)), "the model")
         why = "damaged, or a pickle of more than tensors, which is never opened"
         return errors.UserError(f"{model}: its weights are {why}: copy them anew, or as safetensors")
-    text = str(error).lower() if isinstance(error, RuntimeError) else ""
+    text, said = str(error).lower() if isinstance(error, RuntimeError) else "", errors.first_line(error)[:200]
     if isinstance(error, MemoryError) or any(phrase in text for phrase in _SAID["memory"]):
-        return errors.OutOfMemoryError(f"out of memory: {errors.first_line(error)[:200]}")
+        return errors.OutOfMemoryError(f"out of memory: {said}")
     if any(phrase in text for phrase in _SAID["connection"]):
-        return errors.WorkerLostError(
-            f"the connection to another process broke: {errors.first_line(error)[:200]}"
-        )
+        return errors.WorkerLostError(f"the connection to another process broke: {said}")
     return user_code_error(error)
 
 

@@ -46,9 +46,8 @@ class FullyShardStrategy(Strategy):
         world.broadcast_onto_device(t for t in (*model.parameters(), *model.buffers()) if t not in apart)
         fully_shard(model, ignored_params=apart, **options)
         for block, own in blocks:
-            world.broadcast_onto_device(
-                p for p in block.parameters() if p in own and not isinstance(p, DTensor)
-            )
+            whole = (p for p in block.parameters() if p in own and not isinstance(p, DTensor))
+            world.broadcast_onto_device(whole)
             policy: dict[str, Any] = {"mp_policy": HALF} if own <= half else {}
             fully_shard(block, ignored_params=set(block.parameters()) - own, **policy, **options)
         for module in model.modules():

@@ -168,9 +168,8 @@ class ReplicatedStrategy(Strategy):
         self.optimizer.zero_grad(set_to_none=True)
         self._copied.clear()
         if self.scale < SCALE_LEAST:
-            raise TrainingError(
-                "fp16 gradients overflow at every loss scale: lower --lr, or use --precision fp32"
-            )
+            way = "lower --lr, or use --precision fp32"
+            raise TrainingError(f"fp16 gradients overflow at every loss scale: {way}")
         return True
 
     def loss_scale(self) -> dict[str, Any]:

@@ -194,10 +194,9 @@ class Builder:
                 state.world.broadcast_model(state.model)
             self._prepared = schedule.name
         if saved is not None and isinstance(task, MatchesShapes):
-            weights = {k: e for k, e in saved.entries.items() if k.startswith(portable_state.WEIGHT)}
-            task.match_shapes(
-                state.model, {k.removeprefix(portable_state.WEIGHT): e.shape for k, e in weights.items()}
-            )
+            names = portable_state.saved_weight_names(saved)
+            shapes = {name: saved.entries[portable_state.WEIGHT + name].shape for name in names}
+            task.match_shapes(state.model, shapes)
 
     @contextlib.contextmanager
     def phase(

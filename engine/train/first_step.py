@@ -106,9 +106,8 @@ def refuse_names(names: list[str]) -> None:
     taken = RESERVED | {"loss"} if len(names) > 1 else RESERVED
     if clashing := [name for name in names if name in taken]:
         what = "the sum of all parts" if clashing[0] == "loss" else "another field of metrics.jsonl"
-        raise TrainingError(
-            f"loss() has a part called {clashing[0]}, the name of {what}: call it something else"
-        )
+        part = f"a part called {clashing[0]}, the name of {what}"
+        raise TrainingError(f"loss() has {part}: call it something else")
 
 
 def middle_row(positions: np.ndarray, cohort: int) -> int:

@@ -184,9 +184,8 @@ class Hooks:
         for hook, votes in self._ask("vote", state, step, step):
             if undeclared := votes.keys() - set(hook.votes):
                 names = ", ".join(sorted(undeclared))
-                raise TrainingError(
-                    f"hook {name_of(hook)} votes {names}, which its `votes` do not name: add it there"
-                )
+                voted = f"{names}, which its `votes` do not name"
+                raise TrainingError(f"hook {name_of(hook)} votes {voted}: add it there")
             given |= votes
         return list((self._no_votes | given).values())
 

@@ -138,9 +138,8 @@ class Sums:
         total = None
         for name, loss in losses.items():
             if loss.unit not in unit_weights:
-                raise TrainingError(
-                    f"loss() counts in {loss.unit!r}, and this data weighs {', '.join(unit_weights)}"
-                )
+                known = ", ".join(unit_weights)
+                raise TrainingError(f"loss() counts in {loss.unit!r}, and this data weighs {known}")
             weight = unit_weights[loss.unit]
             share = loss.sum * (1 / weight if weight else 0.0) * self.weight
             before, own = self.losses.get(name), share.detach()

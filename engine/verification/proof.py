@@ -27,11 +27,6 @@ Metrics = Mapping[str, Mapping[str, Any]]
 """Split -> its metrics."""
 
 
-def is_time(metric: str) -> bool:
-    """Whether a metric is measured in seconds, as earlier versions did: it is another one each time."""
-    return "latency" in metric
-
-
 def within(difference: float) -> str:
     """How two figures that should be the same are so."""
     return f"equal within {difference:.0e}" if difference else "equal bit for bit"
@@ -164,7 +159,7 @@ class Proof:
         if judged is not None and best is not None and not abs(judged - best) <= max(allowed, 2e-6):
             self.problems.append(f"the best evaluation is {best} logged, and {judged:.6g} measured again")
         found = [(split, name, v) for split, metrics in redone.metrics.items() for name, v in metrics.items()]
-        pairs = [(v, log.splits.get(split, {}).get(name)) for split, name, v in found if not is_time(name)]
+        pairs = [(v, log.splits.get(split, {}).get(name)) for split, name, v in found]
         numbers = [(new, old) for new, old in pairs if isinstance(old, float | int)]
         moved = max((abs(new - old) / max(1.0, abs(old)) for new, old in numbers), default=0.0)
         if found:
@@ -219,7 +214,7 @@ def wrong_metrics(
             if flipped and "accuracy" not in name:
                 rows = min(filter(None, map(sum, metrics["confusion"]))) / 2
             close = partial(_same_metric, name, allowed, rows)
-            is_excused = is_time(name) or (flipped and name == "confusion")
+            is_excused = flipped and name == "confusion"
             if not is_excused and not _alike(before.get(name), value, close):
                 problems.append(f"{name} of {split} is {value} recomputed, and {before.get(name)} logged")
     return problems

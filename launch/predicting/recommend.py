@@ -146,9 +146,8 @@ def recommend(words: Sequence[str]) -> int:
     run, options = open_single_run(words, "recommend", RecommendOptions, finished=True)
     asked = [options.user, options.items, options.guests, options.similar_to]
     if (given := len(asked) - asked.count(None)) > 1 or not (given or options.out):
-        raise UserError(
-            "recommend: needs one of --user ID, --items ID,ID, --guests FILE, --similar-to ITEM; or --out"
-        )
+        ways = "--user ID, --items ID,ID, --guests FILE, --similar-to ITEM"
+        raise UserError(f"recommend: needs one of {ways}; or --out")
     if options.with_seen and options.similar_to is not None:
         raise UserError("--with-seen: is about users, and --similar-to names an item: leave it out")
     task = require_capability(run, OpensItemLists, "recommend", "recommends nothing")
@@ -255,9 +254,8 @@ def _read_guests(
                 readers.require_name(column or usual, [*row], where, otherwise=GUEST_COLUMNS)
             given = [row[str(item)]]
             if not whose:
-                raise UserError(
-                    f"{where}: has no {user}: --user-column ORDER takes another column for guests"
-                )
+                way = "--user-column ORDER takes another column for guests"
+                raise UserError(f"{where}: has no {user}: {way}")
         quantity = usual_column("quantity", row)
         (amount,) = delimited.numbers([row[quantity] if quantity else 1])
         if not isinstance(amount, float) or not abs(amount) < float("inf"):
@@ -272,9 +270,7 @@ def _read_guests(
             else:
                 taken[name] = taken.get(name, 0.0) + amount
     remarks += [f"--guests: {n:,} of {len(rows):,} rows {what}" for what, n in said.items() if n]
-    guests = {
-        user: {n: amount for n, amount in taken.items() if amount > 0} for user, taken in guests.items()
-    }
+    guests = {user: {n: much for n, much in taken.items() if much > 0} for user, taken in guests.items()}
     remarks += _unknown(lists, "--guests", unknown)
     if empty := sum(not taken for taken in guests.values()):
         remarks.append(f"--guests: {empty:,} of {len(guests):,} users have {NOTHING_KNOWN}")

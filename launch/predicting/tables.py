@@ -379,7 +379,6 @@ def require_text(value: Any, where: str) -> str:
     if not value or not value.strip():
         raise UnansweredRowError(f"{where}: is empty: leave it out", NO_TEXT)
     if len(value) > reading.MAX_TEXT_CHARACTERS:
-        raise UserError(
-            f"{where}: has {len(value):,} characters: shorten it to {reading.MAX_TEXT_CHARACTERS:,}"
-        )
+        most = f"{reading.MAX_TEXT_CHARACTERS:,}"
+        raise UserError(f"{where}: has {len(value):,} characters: shorten it to {most}")
     return value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ from typing import Any, Literal
 from isobatch.core import number_ranges
 from isobatch.core.errors import UserError
 from isobatch.core.extras import need
+from isobatch.core.flags import flags_of
 from isobatch.core.measures import printable
 from isobatch.core.terminal import doing
 from isobatch.launch.local.arguments import read_command
@@ -61,9 +61,7 @@ def make_app(where: str, options: ServeOptions) -> Any:
     from isobatch.launch.serving.openai_api import language_model_app
 
     name = Path(where).expanduser().resolve().name
-    kept = {
-        f.name: getattr(options, f.name) for f in dataclasses.fields(ModelOptions) if hasattr(options, f.name)
-    }
+    kept = {name: getattr(options, name) for name in flags_of(ModelOptions) if hasattr(options, name)}
     answerer = open_answerer(find_model(where, options.trust), ModelOptions(**kept))
     if isinstance(answerer.rows, PromptReader):
         return language_model_app(name, answerer.write_text, answerer.rows.template)

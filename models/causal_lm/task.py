@@ -340,9 +340,8 @@ class CausalLM(Task):
         if kind.startswith("gguf") and (kind != "gguf-adapter" or self.options.adapter != "none"):
             return self._export_gguf(kind, final, folder, facts, batches)
         if self.options.adapter == "none":
-            raise UserError(
-                f"export to {kind}: the run trained no adapter: final/ is the whole model: --to gguf"
-            )
+            whole = "final/ is the whole model: --to gguf"
+            raise UserError(f"export to {kind}: the run trained no adapter: {whole}")
         reopened = partial(adapters.open_adapted_model, remote_code=self.options.remote_code)
         if kind == "adapter":
             for file in final.iterdir():

@@ -240,6 +240,5 @@ def input_matrix(net: Any, user: Tensor, inputs: Tensor) -> Tensor:
     rows, positions = spans(net.starts[user.to(device)], inputs.long().to(device))
     pairs = (rows * size[1] + net.history[positions]).unique().cpu()
     starts = torch.searchsorted(pairs, torch.arange(size[0] + 1) * size[1])
-    return torch.sparse_csr_tensor(
-        starts, pairs % size[1], torch.ones(len(pairs)), size, check_invariants=False
-    )
+    ones = torch.ones(len(pairs))
+    return torch.sparse_csr_tensor(starts, pairs % size[1], ones, size, check_invariants=False)

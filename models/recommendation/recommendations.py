@@ -360,9 +360,8 @@ class Recommendations:
         if self.attention_heads:
             return self._last_state(taken)
         if self.head != "dot":
-            raise RecommendationError(
-                f"a new user's vector needs --head dot; this model has --head {self.head}"
-            )
+            has = f"this model has --head {self.head}"
+            raise RecommendationError(f"a new user's vector needs --head dot; {has}")
         v, b = (self.arrays[name].astype(np.float64) for name in ("items", "bias"))
         mean, precision = self._prior
         shares = np.ones(len(taken)) if weights is None else weights * len(taken) / weights.sum()
@@ -398,12 +397,8 @@ class Recommendations:
 
     def _last_state(self, taken: np.ndarray) -> np.ndarray:
         """(dim,) the state of the transformer at the last of these items, by number and in time."""
-        prefix = "sequence."
-        w = {
-            k.removeprefix(prefix): v.astype(np.float64)
-            for k, v in self.arrays.items()
-            if k.startswith(prefix)
-        }
+        named = ((*name.partition("sequence."), values) for name, values in self.arrays.items())
+        w = {name: values.astype(np.float64) for _, is_its, name, values in named if is_its}
         positions = w["positions.weight"]
         items = self.arrays["items"][taken[-len(positions) :]]
         (count, dim), later = items.shape, np.triu(np.full((len(items),) * 2, -np.inf), 1)
@@ -418,10 +413,8 @@ class Recommendations:
 
         for block in sorted({name.split(".")[1] for name in w if name.startswith("blocks.")}, key=int):
             at = f"blocks.{block}."
-            qkv = linear(at + "qkv", norm(at + "attention_norm", x)).reshape(
-                count, 3, self.attention_heads, -1
-            )
-            q, k, v = qkv.transpose(1, 2, 0, 3)
+            qkv = linear(at + "qkv", norm(at + "attention_norm", x))
+            q, k, v = qkv.reshape(count, 3, self.attention_heads, -1).transpose(1, 2, 0, 3)
             scores = q @ k.swapaxes(1, 2) / q.shape[-1] ** 0.5 + later
             shares = np.exp(scores - scores.max(-1, keepdims=True))
             seen = shares / shares.sum(-1, keepdims=True) @ v
@@ -435,9 +428,8 @@ class Recommendations:
             return numbers[0]
         ids = ", ".join(self.items[n] for n in numbers[:5] or range(min(5, len(self.items))))
         if numbers:
-            raise RecommendationError(
-                f"item {item}: {len(numbers)} items have this title: give one by its id ({ids})"
-            )
+            said = f"{len(numbers)} items have this title"
+            raise RecommendationError(f"item {item}: {said}: give one by its id ({ids})")
         # An id that is much like another one is still another item: titles alone are guessed.
         titles = [] if self.titles == self.items else self.titles
         close = self.meant(item) or next(iter(difflib.get_close_matches(item, titles, n=1)), "")

@@ -346,9 +346,8 @@ class Recommender(Task):
         from isobatch.models.recommendation import baselines
 
         if best := baselines.fit_unmeasured(model, final, self._has_network, self._earlier):
-            return (
-                f"lists are by {best}, with the settings that the run of --from chose on its validation data"
-            )
+            chosen = "with the settings that the run of --from chose on its validation data"
+            return f"lists are by {best}, {chosen}"
         which = "whether the model or a baseline" if self._has_network else "which of the classics"
         return f"nothing tells {which} ranks better: choose by a run with a split, and go on --from it"
 

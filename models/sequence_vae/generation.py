@@ -93,9 +93,8 @@ class SequenceCodec:
         most = self.model.config.bos  # the model's own ids follow those of the data
         words = text.replace(",", " ").split()
         if wrong := [w for w in words if not w.isdecimal() or int(w) >= most]:
-            raise UserError(
-                f"{wrong[0]!r} is no id: this model reads numbers from 0 to {most - 1}, as in '3 1 4'"
-            )
+            reads = f"numbers from 0 to {most - 1}, as in '3 1 4'"
+            raise UserError(f"{wrong[0]!r} is no id: this model reads {reads}")
         return [int(word) for word in words]
 
     def _write(self, z: Tensor, tokens: int, temperature: float = 0.0, seed: int = 0) -> list[str]:

@@ -218,9 +218,8 @@ class Slurm(Cluster):
         if now >= self._measure_again:
             self._measure_again = now + MEASURE_SECONDS
             self._seconds_to_stop = min(legs.seconds_to_stop(run), self.clock.limit / 2)
-        if legs.should_save_now(
-            self.clock.left(), self.stop.warned, self.request.lead, self._seconds_to_stop
-        ):
+        left, lead = self.clock.left(), self.request.lead
+        if legs.should_save_now(left, self.stop.warned, lead, self._seconds_to_stop):
             self.stop.request("limit")
 
     def _verdict(self, run: RunFolder, nonce: str, step: Step) -> Verdict | None:
