@@ -4,6 +4,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.made-from-lock
 
+# Python keeps what it compiled: without that, each of some hundred processes compiles all modules and tests anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-slurm test-clusters wheel newest gpu gpu-dry check soak pictures site format lock clean
 
 demo: $(STAMP)

@@ -195,8 +195,10 @@ def serve(path: str) -> NoReturn:
     while True:
         connection, _ = listener.accept()
         if not has_imported:
+            gc.disable()
             _import_all()
-            gc.freeze()  # what is here stays: a fork need not look through it
+            gc.freeze()  # what is here stays: neither this process nor a fork need look through it
+            gc.enable()
             has_imported = True
         _, files, _, _ = socket.recv_fds(connection, 1, 3)
         asked = json.loads(connection.makefile().readline())

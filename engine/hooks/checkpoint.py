@@ -176,7 +176,8 @@ def versions_apart(run: RunFolder) -> list[str]:
 def environment(machine: str, precision: str) -> dict[str, Any]:
     """What trains a run: versions, a clone's commit (`-dirty`: its files are others), machine, precision."""
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    packages = {str(one.name): one.version for one in importlib.metadata.distributions()}
+    found = (one.metadata for one in importlib.metadata.distributions())  # read once: `.name` reads it anew
+    packages = {one["Name"]: one["Version"] for one in found}
     return {
         **{name: packages.get(name) for name in ("isobatch", *VERSIONED)},
         "commit": (run_command(git) or "").strip() if (ROOT / ".git").exists() else "",
