@@ -81,7 +81,7 @@ def write_stories(file: Path) -> None:
     """Some of the demo's texts: an evaluation of all takes longer than tiny models train."""
     from isobatch.data import corpora
 
-    file.write_text("\n".join(itertools.islice(corpora.demo_corpus().splits["train"](), 200)), "utf-8")
+    file.write_text("\n".join(itertools.islice(corpora.demo_corpus().splits["train"](), 60)), "utf-8")
 
 
 def _corpus() -> list[str]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import math
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -158,7 +158,7 @@ class Checkpoint(Hook):
 
 def installed_versions() -> dict[str, str]:
     """Versions of the libraries that shape what a run learns and exports."""
-    return {name: importlib.metadata.version(name) for name in VERSIONED}
+    return {name: metadata.version(name) for name in VERSIONED}
 
 
 def versions_apart(run: RunFolder) -> list[str]:
@@ -176,8 +176,8 @@ def versions_apart(run: RunFolder) -> list[str]:
 def environment(machine: str, precision: str) -> dict[str, Any]:
     """What trains a run: versions, a clone's commit (`-dirty`: its files are others), machine, precision."""
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    found = (one.metadata for one in importlib.metadata.distributions())  # read once: `.name` reads it anew
-    packages = {one["Name"]: one["Version"] for one in found}
+    # One reading of each: `name` and `version` of a distribution parse its file anew.
+    packages = {str(d["Name"]): d["Version"] for d in (one.metadata for one in metadata.distributions())}
     return {
         **{name: packages.get(name) for name in ("isobatch", *VERSIONED)},
         "commit": (run_command(git) or "").strip() if (ROOT / ".git").exists() else "",

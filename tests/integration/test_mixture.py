@@ -16,7 +16,7 @@ WORDS = ("sun", "rain", "wind", "snow", "fog", "hail", "storm", "cloud")
 FEELINGS = {"good": ("fine", "lovely", "bright"), "bad": ("awful", "dull", "grim")}
 SHARES = "0.5,0.25,0.25"
 TASK = ["auto", "--task", "causal-lm", "--data", "story.jsonl,asked.jsonl,feelings.csv", "--mix", SHARES]
-FLAGS = ["--model", "tiny", "--batch-size", "8", "--lr", "3e-3", "--vocab-size", "300", "--steps", "160"]
+FLAGS = ["--model", "tiny", "--batch-size", "8", "--lr", "3e-3", "--vocab-size", "300", "--steps", "40"]
 MORE = ["--max-length", "48", "--quiet", "--ledger", "--save-every", "30", "--keep", "9", "--template=plain"]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import time
 from typing import TYPE_CHECKING
@@ -13,10 +12,9 @@ import pytest
 from isobatch.core.package import own_command
 from isobatch.engine.registry import TASKS
 from isobatch.tests.integration.helpers import RAGGED, command, launch, succeed
-from isobatch.tests.zygote import Zygote
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     Offline = Callable[..., subprocess.CompletedProcess[str]]
@@ -69,35 +67,26 @@ LLAMA = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008,
 LLAMA |= {"num_attention_heads": 32, "vocab_size": 32000, "max_position_embeddings": 4096}
 
 
-@pytest.fixture(scope="module")
-def offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Offline]:
-    """Runs a command where no hub can be reached and none of its files is here."""
-    home = str(tmp_path_factory.mktemp("hub"))
-    environment = {**os.environ, "HF_HOME": home, "HF_HUB_OFFLINE": "1"}
-    warm = Zygote(environment)
-    yield lambda cwd, *words: warm.run(words, cwd, environment, 240)
-    warm.close()
-
-
-def assumed(offline: Offline, model: str, *more: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def assumed(model: str, *more: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Planned where no hub can be reached and none of its files is here, by a command that needs no torch."""
     words = ["plan", "--task", "causal-lm", "--model", model, "--assume-length", "512", "--json", *more]
-    return offline(cwd, *words)
+    return command(own_command(*words), cwd, HF_HOME=str(cwd / "hub"), HF_HUB_OFFLINE="1")
 
 
-def test_a_config_alone_is_planned_for_with_its_own_vocabulary(offline: Offline, tmp_path: Path) -> None:
+def test_a_config_alone_is_planned_for_with_its_own_vocabulary(tmp_path: Path) -> None:
     folder = tmp_path / "llama"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(LLAMA))
     models = (str(folder), "Llama-2-7b-hf")
-    found = [assumed(offline, model, "--hardware", "8xh100", cwd=tmp_path) for model in models]
+    found = [assumed(model, "--hardware", "8xh100", cwd=tmp_path) for model in models]
     assert [done.returncode for done in found] == [0, 0], found[0].stderr + found[1].stderr
     one, other = (json.loads(done.stdout)["plan"] for done in found)
     assert one["strategy"] == "zero3"
     assert one == other
 
 
-def test_a_name_alone_is_enough_for_adapters(offline: Offline, tmp_path: Path) -> None:
-    done = assumed(offline, "Qwen2.5-0.5B", "--adapter", "lora", "--hardware", "rtx4090", cwd=tmp_path)
+def test_a_name_alone_is_enough_for_adapters(tmp_path: Path) -> None:
+    done = assumed("Qwen2.5-0.5B", "--adapter", "lora", "--hardware", "rtx4090", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "lora of rank 8 on 24 q_proj, 24 v_proj" in json.loads(done.stdout)["reasons"]["strategy"]
 

@@ -302,7 +302,7 @@ PROGRAM = re.search(r"```python\n(import json\n.*?)```", SERVICE, re.S)
 BLOCKED = ("torch", "transformers", "safetensors", "isobatch")
 
 
-@pytest.mark.parametrize("run", ["one", "pair", "sets", "small"])
+@pytest.mark.parametrize("run", ["pair", "sets", "small", pytest.param("one", marks=pytest.mark.slow)])
 def test_the_program_of_the_docs_answers_as_predict(
     run: str,
     home: Path,

@@ -218,9 +218,6 @@ def test_a_new_head_learns_faster_than_what_is_trained(family: str, tmp_path: Pa
     assert {scratch.rate_share(n) for n, _ in scratch.build_model(facts()).named_parameters()} == {1.0}
 
 
-INDEX = {"model.safetensors.index.json": '{"weight_map": {"a": "1.safetensors"}}'}
-
-
 @pytest.mark.parametrize(
     ("files", "whole"),
     [

@@ -441,12 +441,11 @@ def test_a_template_reaches_nothing_outside_and_knows_no_today() -> None:
 
 
 FOREVER = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
+MEMORY = "it needs more than 1 GiB of memory"
 TOO_MUCH = {
-    "{{ 'x' * 10**10 }}": "it needs more than 1 GiB of memory",
-    "{{ 'x' | center(10**11) }}": "it needs more than 1 GiB of memory",
-    "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}": (
-        "it needs more than 1 GiB of memory"
-    ),
+    "{{ 'x' * 10**10 }}": MEMORY,
+    "{{ 'x' | center(10**11) }}": MEMORY,
+    "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}": MEMORY,
     "{{ 'x' * 20000000 }}": "it writes 20,000,000 characters, and may write 16,777,216",
     "{{" + "(" * 20000 + "1" + ")" * 20000 + "}}": "maximum recursion depth exceeded",
 }

@@ -26,9 +26,10 @@ if TYPE_CHECKING:
 
     from isobatch.engine.train.build import Builder
 
-BATCH, LATER = 8, 10
+BATCH, LATER = 8, 6
 """Samples of a global batch; steps after which gradients are compared again."""
-CUTS = (8, 5, 1)
+CUTS = {0: (8, 5), LATER: (8, 1)}
+"""By step, the sizes of micro-batches that are compared: an uneven cut, and each sample alone."""
 LEAST = 1e-2
 """Parameters whose gradient is smaller than this part of the whole are compared with this part.
 
@@ -103,11 +104,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory, _cache: None) -> Iterator
         yield found
 
 
-def cuts_of(state: Any) -> list[int]:
-    """Sizes of micro-batches to compare; a cohort is never cut."""
-    return [samples for samples in CUTS if samples >= state.task.cohort]
-
-
 class EnoughError(Exception):
     """A step has its gradients."""
 
@@ -136,7 +132,8 @@ def gradients(builder: Builder, step: int, samples: int) -> dict[str, Tensor]:
 
 def differences(builder: Builder, step: int) -> dict[str, float]:
     """Parameter -> largest distance of its gradients under two cuts, over the norm of its gradient."""
-    whole, *others = (gradients(builder, step, samples) for samples in cuts_of(builder.state))
+    cohort = builder.state.task.cohort  # which is never cut
+    whole, *others = (gradients(builder, step, max(samples, cohort)) for samples in CUTS[step])
     assert whole
     least = LEAST * sum(float(g.norm()) ** 2 for g in whole.values()) ** 0.5
     return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,13 +39,22 @@ def batches(_split: str = "valid") -> list[dict[str, np.ndarray]]:
     return [{"tokens": tokens, "length": lengths, "label": np.zeros(12, np.int64)}] * 2
 
 
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """A classifier of two layers, and its file, which takes seconds to trace."""
+    model = encoders.classifier("bert", num_hidden_layers=2)
+    onnx_graph.write_onnx(model, file := tmp_path_factory.mktemp("bert") / "a.onnx")
+    return model, file
+
+
 @pytest.mark.parametrize(("family", "more"), FAMILIES)
-def test_eight_bits_answer_nearly_as_the_model(family: str, more: dict[str, Any], tmp_path: Path) -> None:
+def test_eight_bits_answer_nearly_as_the_model(family: str, more: Any, bert: Any, tmp_path: Path) -> None:
     """Of two layers: ModernBERT's see different parts of a text."""
-    layers = {"distilbert": "n_layers", "gpt2": "n_layer"}.get(family, "num_hidden_layers")
-    model = encoders.classifier(family, **{layers: 2}, **more)
-    fp32, file = tmp_path / "a.onnx", tmp_path / "b.onnx"
-    onnx_graph.write_onnx(model, fp32)
+    (model, fp32), file = bert, tmp_path / "b.onnx"
+    if family != "bert":
+        layers = {"distilbert": "n_layers", "gpt2": "n_layer"}.get(family, "num_hidden_layers")
+        model, fp32 = encoders.classifier(family, **{layers: 2}, **more), tmp_path / "a.onnx"
+        onnx_graph.write_onnx(model, fp32)
     expected = evaluation.predict(evaluation.torch_runner(model), batches()).logits
     spread = np.ptp(expected[:, 0] - expected[:, 1])
     for kind in (int8.DYNAMIC, int8.STATIC):
@@ -61,12 +71,13 @@ def test_eight_bits_answer_nearly_as_the_model(family: str, more: dict[str, Any]
         assert 1e-6 < np.abs(found - expected).max() < 0.35 * spread, kind  # it is rounded, and little
 
 
-def test_a_texts_answer_is_the_same_whatever_else_is_asked(tmp_path: Path) -> None:
+def test_a_texts_answer_is_the_same_whatever_else_is_asked(bert: tuple[Any, Path], tmp_path: Path) -> None:
     """Of each form of file, alone and among others, which are longer and of other words; of words too."""
     given = evaluation.model_inputs(batches()[0])
     given["token_type_ids"] = np.zeros_like(given["input_ids"])
-    for head in (encoders.encoders.SEQUENCE, encoders.encoders.TOKENS):
-        onnx_graph.write_onnx(encoders.classifier("bert", head), fp32 := tmp_path / "a.onnx")
+    words = encoders.classifier("bert", encoders.encoders.TOKENS, num_hidden_layers=2)
+    onnx_graph.write_onnx(words, tmp_path / "words.onnx")
+    for head, fp32 in (("text", bert[1]), ("words", tmp_path / "words.onnx")):
         forms = {"fp32": fp32}
         for kind in (int8.DYNAMIC, int8.STATIC):
             int8.quantize(kind, fp32, file := tmp_path / f"{head}{kind}.onnx", batches)
@@ -131,15 +142,10 @@ def test_calibration_reads_training_texts_evenly_and_without_padding() -> None:
     assert len({text["input_ids"].shape[1] for text in found}) > 3
 
 
-def test_an_export_has_its_file_and_what_it_needs_alone(tmp_path: Path, monkeypatch: Any) -> None:
-    model, folder = encoders.classifier("bert"), tmp_path / "out"
+def test_an_export_has_its_file_and_what_it_needs_alone(bert: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    (model, fp32), folder = bert, tmp_path / "out"
     folder.mkdir()
-
-    def write(given: Any, _: Path, to: Path) -> Path:
-        onnx_graph.write_onnx(given, file := to / "model.onnx")
-        return file
-
-    monkeypatch.setattr(export, "export_onnx", write)
+    monkeypatch.setattr(export, "export_onnx", lambda *_: Path(shutil.copy(fp32, folder / "model.onnx")))
     monkeypatch.setattr(export, "tokenizer_runner", lambda file: evaluation.onnx_runner(file, 1))
     with torch.no_grad():
         found = int8.export_int8(int8.STATIC, model, tmp_path, folder, batches)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,9 +30,6 @@ from isobatch.models.encoder.last_layer import compute_first_alone
 from isobatch.models.encoder.problems import Classes
 from isobatch.tests.unit.encoders import FAMILIES, classifier, given, logits, some_masks
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 @pytest.fixture(autouse=True)
 def _quiet(caplog: pytest.LogCaptureFixture) -> None:
@@ -44,9 +43,10 @@ def quantized(
     embedding_bits: int = 8,
     cut: bool = False,
     head: str = encoders.SEQUENCE,
+    **more: Any,
 ) -> Any:
     """32 bits leave the model as it is; with `cut` one layer has no heads, one half of them, one all."""
-    model = classifier(family, head)
+    model = classifier(family, head, **more)
     compute_first_alone(model)  # as a saved one is opened
     if cut:
         weight_surgery.set_masks(encoders.layers(model), some_masks())
@@ -138,8 +138,9 @@ def batches() -> list[dict[str, torch.Tensor]]:
     return [whole, row, padded, {**pairs, "types": types}]
 
 
-# Each is traced for seconds: each number of bits, and each way to write attention and embeddings, once.
-QUICK = {("bert", 4), ("bert", 32), ("distilbert", 8), ("modernbert", 4)}
+# Each is traced for seconds: each number of bits, and each way to write attention and embeddings, once: 32
+# bits in test_an_onnx_file_takes_what_its_tokenizer_makes, ModernBERT in that of an answer to each token.
+QUICK = {("bert", 4), ("distilbert", 8)}
 CASES = [
     pytest.param(family, bits, marks=() if (family, bits) in QUICK else pytest.mark.slow)
     for family in FAMILIES
@@ -157,6 +158,8 @@ def test_onnxruntime_computes_what_was_trained(
     file = tmp_path / ("model.onnx" if bits == 32 else f"model-int{bits}.onnx")
     onnx_graph.write_onnx(model, file)
     if bits < 32:
+        rounded = onnx_graph.write_with_levels(file, tmp_path / "levels.onnx")
+        assert {model.get_submodule(name) for name in rounded} == {*quantization.quantizers(model)}
         found = export.check_quantized(model, file, batches)
         assert found["max_logit_difference"] < 1e-5
         assert found["rounding_doubt"] < 1e-3
@@ -182,7 +185,7 @@ def test_an_answer_to_each_token_is_rounded_and_exported(family: str, tmp_path: 
 @pytest.mark.parametrize("family", ["bert", "roberta"])
 def test_an_onnx_file_takes_what_its_tokenizer_makes(family: str, tmp_path: Path, tiny_facts: Any) -> None:
     """Single texts and pairs, the latter with the types that this family has; nothing else is run."""
-    model = classifier(family, **({"type_vocab_size": 1} if family == "roberta" else {}))
+    model = quantized(family, 32, cut=True, **({"type_vocab_size": 1} if family == "roberta" else {}))
     (final := tmp_path / "final").mkdir()
     tokenizer = saved(model, tiny_facts, final)
     file = export.export_onnx(model, final, tmp_path)
@@ -200,18 +203,22 @@ def test_an_onnx_file_takes_what_its_tokenizer_makes(family: str, tmp_path: Path
             export.tokenizer_runner(file)
 
 
-def test_the_graph_that_runs_has_integer_kernels(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def in_four_bits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("four") / "model-int4.onnx"
+    onnx_graph.write_onnx(quantized(embedding_bits=4), file)
+    return file
+
+
+def test_the_graph_that_runs_has_integer_kernels(in_four_bits: Path, tmp_path: Path) -> None:
     """onnxruntime folds the Casts from 4 bits and fuses the rest, which no contract promises."""
     import onnx
     import onnxruntime
 
-    onnx_graph.write_onnx(quantized(embedding_bits=4), tmp_path / "model-int4.onnx")
     options = onnxruntime.SessionOptions()
     options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
-    onnxruntime.InferenceSession(
-        str(tmp_path / "model-int4.onnx"), options, providers=["CPUExecutionProvider"]
-    )
-    stored = Counter(t.data_type for t in onnx.load(tmp_path / "model-int4.onnx").graph.initializer)
+    onnxruntime.InferenceSession(str(in_four_bits), options, providers=["CPUExecutionProvider"])
+    stored = Counter(t.data_type for t in onnx.load(in_four_bits).graph.initializer)
     running = Counter(n.op_type for n in onnx.load(tmp_path / "optimized.onnx").graph.node)
     layers = 3
     # Query, key and value are one, but for the last query, which is of the first token alone; then output,
@@ -235,17 +242,16 @@ def batch_of(inputs: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("family", ["bert", pytest.param("modernbert", marks=pytest.mark.slow)])
-def test_a_file_that_computes_something_else_is_refused(family: str, tmp_path: Path, tiny_facts: Any) -> None:
-    model, other = quantized(family), quantized(family)
-    saving.save_tokenizer(model.config.to_dict(), tiny_facts, tmp_path)
+def test_a_file_that_computes_something_else_is_refused(
+    in_four_bits: Path, tmp_path: Path, tiny_facts: Any
+) -> None:
+    other = quantized(embedding_bits=4)
+    saving.save_tokenizer(other.config.to_dict(), tiny_facts, tmp_path)
+    file = shutil.copy(in_four_bits, tmp_path)
     with torch.no_grad():
         encoders.layers(other)[1].up.weight_scale.mul_(1.05)
-    onnx_graph.write_onnx(other, tmp_path / "model-int4.onnx")
-    rounded = onnx_graph.write_with_levels(tmp_path / "model-int4.onnx", tmp_path / "levels.onnx")
-    assert {model.get_submodule(name) for name in rounded} == {*quantization.quantizers(model)}
     with pytest.raises(ExportError, match=r"differ|level"):
-        export.check_quantized(model, tmp_path / "model-int4.onnx", lambda: [batch_of(given())])
+        export.check_quantized(other, Path(file), lambda: [batch_of(given())])
 
 
 @pytest.mark.parametrize(
