@@ -20,6 +20,10 @@ def has(library: str) -> bool:
 def need(library: str, what: str) -> None:
     """Raise UserError that names the extra where a library is missing; `what` is the flag that needs it."""
     if not has(library):
-        extra = EXTRAS.get(library)
-        package = f"'isobatch[{extra}]'" if extra else library
-        raise UserError(f"{what} needs {library}: pip install {package}")
+        raise UserError(lacking(library, what))
+
+
+def lacking(library: str, what: str) -> str:
+    """What is said where `what` needs a library that is missing."""
+    package = f"'isobatch[{EXTRAS[library]}]'" if library in EXTRAS else library
+    return f"{what} needs {library}: pip install {package}"

@@ -312,9 +312,8 @@ def _parts(value: Any, role: str, where: str) -> list[tuple[str, str]]:
     for part in value:
         fields = part if isinstance(part, Mapping) else {"text": part}
         kind = str(fields.get("type", "text"))
-        text = next(
-            (fields[k] for k in ("text", "value", "content", kind) if fields.get(k) is not None), None
-        )
+        names = ("text", "value", "content", kind)
+        text = next((fields[name] for name in names if fields.get(name) is not None), None)
         is_known = kind == "text" or (role == "assistant" and kind in (*THOUGHT_KEYS, *CALL_ROLES))
         if not is_known or not isinstance(text, str | Mapping) or (kind == "text" and text != str(text)):
             raise UserError(f"{where}: a part of its content is {kind!r}: {NOT_READ.get(kind, NO_MEDIA)}")

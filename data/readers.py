@@ -380,9 +380,7 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 def _lists_of_rows(value: Mapping[str, Any], kind: Any = (dict, list)) -> list[str]:
     """The keys of an object that hold lists of objects, or of lists."""
-    return [
-        k for k, v in value.items() if isinstance(v, list) and v and all(isinstance(row, kind) for row in v)
-    ]
+    return [k for k, v in value.items() if v and isinstance(v, list) and all(isinstance(x, kind) for x in v)]
 
 
 def _rows_in(value: Any, key: str | None, file: Path) -> list[Any]:

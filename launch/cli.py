@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from isobatch.core.errors import BUG, DONE, INTERRUPTED, STOPPED, UserCodeError, UserError
+from isobatch.core.extras import has
 from isobatch.core.package import ROOT, load
 from isobatch.core.terminal import doing, fitted, print_lines, start_status, stopped_status
 from isobatch.engine.distributed.device_memory import allocator_settings
@@ -107,7 +108,8 @@ def _run(words: Sequence[str]) -> int:
     if words[0] in ("-V", "-v", "--version", "version"):
         from importlib.metadata import version
 
-        libraries = " ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "accelerate"))
+        names = ("torch", "transformers", "accelerate")
+        libraries = ", ".join(f"{one} {version(one)}" if has(one) else f"no {one}" for one in names)
         print(f"isobatch {version('isobatch')} ({libraries}, Python {platform.python_version()})")
         return DONE
     if unread := next((word for word in words if any("\ud800" <= c <= "\udfff" for c in word)), None):

@@ -68,9 +68,8 @@ def without_returns(log: InteractionLog, name: str, notes: list[str]) -> Interac
         _, pair = np.unique(pair_keys(log.user, log.item, int(log.item.max()) + 1), return_inverse=True)
         kept = np.bincount(pair, quantity)[pair] > 0
         gone = f"{int((~kept & ~back).sum()):,} that were returned whole are left out with them"
-        notes.append(
-            f"{name}: {int(back.sum()):,} of {len(log):,} rows are returns (quantity 0 or less): {gone}"
-        )
+        count = f"{int(back.sum()):,} of {len(log):,} rows"
+        notes.append(f"{name}: {count} are returns (quantity 0 or less): {gone}")
         return log.take(kept & ~back)
     return log
 

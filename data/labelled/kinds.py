@@ -324,9 +324,7 @@ def form_of_sets(cells: Mapping[Label, int], asked: bool, marks: Sequence[str] =
         return ","
     for mark in (*marks, *([","] * asked)):
         parts = [parts_of(text, mark) for text in texts]
-        firsts, later = (
-            {name for part in parts for name in part[some]} for some in (slice(1), slice(1, None))
-        )
+        firsts, later = ({name for part in parts for name in part[at]} for at in (slice(1), slice(1, None)))
         often = len(firsts | later) < len(parts) and 2 * len(later & firsts) >= len(later)
         if later and (asked or (often and "" not in firsts | later)):
             return mark

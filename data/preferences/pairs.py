@@ -92,9 +92,8 @@ def default_template(row: Mapping[str, Any]) -> str:
     That of instructions or messages; VERBATIM where a text goes on as an answer, with nothing beside it.
     """
     column = _prompt_column(row)
-    answer = next(
-        (row[n] for n in (CHOSEN, *chat_formats.ANSWERS_OF[PROMPT]) if row.get(n) is not None), None
-    )
+    names = (CHOSEN, *chat_formats.ANSWERS_OF[PROMPT])
+    answer = next((row[name] for name in names if row.get(name) is not None), None)
     is_text = isinstance(answer, str | None) and column in (PROMPT, None)
     alone = not {*chat_formats.SYSTEM_COLUMNS, *chat_formats.INPUT_COLUMNS} & row.keys()
     return "alpaca" if column == "instruction" else VERBATIM if is_text and alone else "chatml"

@@ -52,9 +52,8 @@ def render(template: str, jobs: Sequence[Job], is_own: bool = False) -> str:
     for (_, wanted, found), answer in zip(jobs, answers, strict=True):
         if isinstance(answer, str):
             refused = answer
-            continue
-        for key, text in zip(wanted, answer, strict=True):
-            found[key] = Rendered(answer[0][1], *text)
+        else:
+            found.update({k: Rendered(answer[0][1], *text) for k, text in zip(wanted, answer, strict=True)})
     return refused
 
 

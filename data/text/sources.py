@@ -146,9 +146,8 @@ class TextSetSpec:
         kind = self._detect_kind(table.columns)
         if kind == TEXT:
             column = self._text_column(table.columns)
-            chat_formats.require_field(
-                dict.fromkeys(table.columns), column, f"--text-column: {self.location}"
-            )
+            columns = dict.fromkeys(table.columns)
+            chat_formats.require_field(columns, column, f"--text-column: {self.location}")
             return PlainText(self.name, dataclasses.replace(table, column=column), steps)
         said = f"the rows are read as conversations ({kind}): --text-column {TEXT} reads plain text"
         remarks = [*table.notes, *([said] if TEXT in table.columns else [])]

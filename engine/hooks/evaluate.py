@@ -89,6 +89,19 @@ class Evaluate(Hook):
             wanted |= {"save", "end_phase"}
         return wanted
 
+    def better_before(self, last: Mapping[str, float], beside: Mapping[str, Mapping[str, Tensor]]) -> str:
+        """That validation was best in the first half of a phase without patience, on the same samples as at
+        the end; empty where it was not. `last`: metrics of the end on all of them. All ranks call this.
+        """
+        state, judge, name = self.training, self.judge, monitor_of(self.training.task, self.training.facts)[0]
+        step, share = state.progress.step, at_least_few(state.recipe.eval_fraction, state.splits["valid"])
+        if not state.schedule.early_stopping or judge.patience or not 0 < 2 * judge.best_step <= step:
+            return ""
+        ended = monitored(evaluate(state, "valid", share, beside=beside) if share < 1 else last, name)
+        part = f", both on {100 * share:.3g} % of the rows" if share < 1 else ""
+        best = f"step {judge.best_step} of {step} ({name} {judge.best:.4f}, at the end {ended:.4f}{part})"
+        return f"validation was best at {best}" if judge.gain(ended) < -judge.min_delta else ""
+
     def measure(
         self, split: str, fraction: float, step: int, beside: Mapping[str, Mapping[str, Tensor]]
     ) -> dict[str, float]:

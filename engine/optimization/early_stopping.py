@@ -38,12 +38,15 @@ class EarlyStopping:
     def update(self, value: float, step: int) -> bool:
         """Take in an evaluation after optimizer step `step`; returns whether it is the best so far."""
         value = round(value, DIGITS)
-        gain = math.inf if self.best is None else (value - self.best) * SIGN[self.direction]
-        if not math.isfinite(value) or gain <= self.min_delta:
+        if not math.isfinite(value) or self.gain(value) <= self.min_delta:
             self.waited += 1
             return False
         self.best, self.best_step, self.waited = value, step, 0
         return True
+
+    def gain(self, value: float) -> float:
+        """How much better a value is than the best so far."""
+        return math.inf if self.best is None else (value - self.best) * SIGN[self.direction]
 
     @property
     def should_stop(self) -> bool:

@@ -11,6 +11,7 @@ from types import FrameType
 
 from isobatch.core import errors
 from isobatch.core.atomic_files import disk_full
+from isobatch.core.extras import has, lacking
 from isobatch.core.package import table_beside
 
 _SAID = table_beside(__file__, "error_words")
@@ -43,7 +44,11 @@ def classify(error: BaseException) -> errors.IsobatchError | None:
         return errors.OutOfMemoryError(f"out of memory: {said}")
     if any(phrase in text for phrase in _SAID["connection"]):
         return errors.WorkerLostError(f"the connection to another process broke: {said}")
-    return user_code_error(error)
+    if (own := user_code_error(error)) or not isinstance(error, ModuleNotFoundError):
+        return own
+    library = str(error.name).partition(".")[0]
+    more = " (`isobatch doctor` says what brings all that training needs)"
+    return None if has(library) else errors.UserError(lacking(library, "this command") + more)
 
 
 def user_code_error(error: BaseException) -> errors.UserCodeError | None:

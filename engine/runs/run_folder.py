@@ -20,12 +20,15 @@ from typing import Any
 from isobatch.core import atomic_files
 from isobatch.core.errors import BUG, WRONG_INPUT, UserError
 from isobatch.core.facts import Facts
-from isobatch.core.flags import build_options, flags_of, nearest, options_to_dict, value_text
+from isobatch.core.flags import build_options, flags_of, nearest, options_to_dict, spelling, value_text
 from isobatch.core.plan import Plan
 from isobatch.core.recipe import Recipe, differing
 from isobatch.engine.checkpointing.digests import bytes_digest, file_digest, folder_digests
 from isobatch.engine.runs.log_reader import newest_rows
 from isobatch.engine.runs.run_options import RunOptions
+
+NO_FLAGS = ("starts_from", "fingerprint of the data")
+"""What runs differ in that no flag says."""
 
 NONCE = "ISOBATCH_NONCE"
 """Environment variable that ties exit.json to the launch that waits for it."""
@@ -53,8 +56,10 @@ class FolderTakenError(UserError):
         if (folder / "recipe.json").is_file():
             there, way = RunFolder(folder), f"{way}, or remove it: `runs rm {folder} --yes`"
             both = (there.recipe, there.facts), (recipe, facts)
-            rows = differing([{**r.to_compare(), "fingerprint of the data": f.fingerprint} for r, f in both])
-            said = (f"{name} {value_text(a)} there, {value_text(b)} here" for name, (a, b) in rows.items())
+            of_both = [{**r.to_compare(), "fingerprint of the data": f.fingerprint} for r, f in both]
+            rows = {n if n in NO_FLAGS else spelling(n): pair for n, pair in differing(of_both).items()}
+            told = {name: ["not given" if v is None else value_text(v) for v in rows[name]] for name in rows}
+            said = (f"{name} {a} there, {b} here" for name, (a, b) in told.items())
             what = f"is another run: {'; '.join(said) or 'of the same recipe and data'}"
         super().__init__(f"{folder} exists and {what}; {way}")
 

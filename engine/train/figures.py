@@ -192,8 +192,7 @@ def read_step(row: Mapping[str, Any]) -> StepRow:
     """The row of a step from its JSON. Raises UserError where one that is needed lacks or has no form."""
     try:
         known: dict[str, Any] = {name: row[name] for name in NEEDED}
-        for name in FIGURES:
-            known[name] = math.nan if known[name] is None else float(known[name])
+        known |= {name: math.nan if row[name] is None else float(row[name]) for name in FIGURES}
         known.update(phase=str(known["phase"]), step=int(known["step"]), lr=float(known["lr"]))
         return StepRow(**known, more={name: row[name] for name in row.keys() - known.keys()})
     except (KeyError, TypeError, ValueError) as error:

@@ -191,10 +191,8 @@ class Hooks:
 
     def gradients(self, state: Training, step: int) -> dict[str, Any]:
         """Figures about whole gradients before they are clipped."""
-        figures: dict[str, Any] = {}
-        for _, found in self._ask("on_gradients", state, step, state, step):
-            figures |= found or {}
-        return figures
+        asked = self._ask("on_gradients", state, step, state, step)
+        return {name: value for _, found in asked if found for name, value in found.items()}
 
     def load(self, state: Training, saved: SavedCheckpoint) -> None:
         """Give every hook what a checkpoint holds of it."""

@@ -68,8 +68,7 @@ def finish(run: RunOnRank, builder: Builder, evaluation: Evaluate, guard: DataGu
         refuse_nonfinite_metrics(held_out[split], split)
     _stop_if_asked(run, state)
     monitor = capabilities.monitor_of(state.task, state.facts)[0]
-    if state.schedule.early_stopping and not judge.patience and 0 < 2 * judge.best_step <= step:
-        best = f"validation was best at step {judge.best_step} of {step} ({monitor} {judge.best:.4f})"
+    if "valid" in held_out and (best := evaluation.better_before(held_out["valid"], beside)):
         run.say(f"{best}: `isobatch auto --like {run.folder.folder} --patience 3` keeps it")
     if not held_out:
         run.say("no split is held out: nothing was measured")
@@ -195,9 +194,7 @@ def _measure_export(
             remark = task.finish_unmeasured(model, final)
     else:
         if isinstance(task, capabilities.MeasuresExport):
-            more = task.final_metrics(
-                model, final, state.facts, lambda name=split: host_batches(splits[name])
-            )
+            more = task.final_metrics(model, final, state.facts, lambda s=split: host_batches(splits[s]))
             refuse_nonfinite_metrics(more, split)
             held_out[split] |= more
             where = {"phase": state.progress.phase, "step": step, "split": split}

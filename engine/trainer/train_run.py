@@ -94,9 +94,8 @@ class RunOnRank:
 
     def __post_init__(self) -> None:
         options, main = self.options, self.world.is_main
-        self.stop = StopFlag(
-            self.catch_signals, others_wait=self.world.size > 1, answers=main and not options.quiet
-        )
+        answers = main and not options.quiet
+        self.stop = StopFlag(self.catch_signals, others_wait=self.world.size > 1, answers=answers)
         self.log = MetricsLog(self.folder, main, options.log_every, options.ledger)
         self.tracker = Tracker(self.world, options.tracker, self.say)
         self.peak = PeakMemory(self.world.device)
@@ -146,9 +145,8 @@ def train_run(run: RunOnRank) -> Training:
             run.log.begin(builder.phases)
         first = builder.phases.index(saved.state["progress"]["phase"]) if saved else 0
         for schedule in builder.schedules[first:]:
-            previous = folder.checkpoints / checkpoint.checkpoint_name(
-                state.progress.phase, state.progress.step
-            )
+            name = checkpoint.checkpoint_name(state.progress.phase, state.progress.step)
+            previous = folder.checkpoints / name
             if saved is None and state.plan.invariance == "rounding":
                 _measure_rounding(run, builder, schedule, previous)
             with builder.phase(schedule, saved, previous, partial(_probe_memory, run, builder)):

@@ -98,9 +98,8 @@ def plain_model(where: str) -> LanguageModel | None:
     kinds = [*(found.get("architectures") or []), str(found.get("task_type"))]
     if not any(kind.endswith(("ForCausalLM", "LMHeadModel", "CAUSAL_LM")) for kind in kinds):
         raise UserError(f"{no_run(path)}; its model writes no text: {kinds[0]}")
-    return LanguageModel(
-        template_in(path), lambda bits: partial(TextStream, *open_for_generation(path, bits or 16))
-    )
+    template = template_in(path)
+    return LanguageModel(template, lambda bits: partial(TextStream, *open_for_generation(path, bits or 16)))
 
 
 def chat(words: Sequence[str]) -> int:

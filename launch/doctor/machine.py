@@ -38,10 +38,12 @@ def check_machine(out: Path) -> Iterator[Check]:
         os.environ.setdefault(name, loopback_interface())
     hardware, load = detect(), os.getloadavg()[0] / (os.cpu_count() or 1)
     probes = probes_for(hardware)
-    with ThreadPoolExecutor(len(probes)) as pool:
+    with ThreadPoolExecutor(len(probes) or 1) as pool:
         tried = pool.map(partial(try_out, load=load), probes)
         required = importlib.metadata.requires("isobatch") if installed_version("isobatch") else None
-        yield from check_versions(required or ())
+        yield from (
+            check_versions(required or ()) if installed_version("torch") else [warning(*REMEDIES["no_torch"])]
+        )
         yield check_variables(os.environ)
         yield check_cores(hardware.cpus, os.cpu_count() or 1)
         compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))), None)
@@ -61,6 +63,8 @@ def check_machine(out: Path) -> Iterator[Check]:
 
 def probes_for(hardware: Hardware) -> list[Probe]:
     """What is tried: torch, sums over processes, and libraries that are here and often broken."""
+    if not installed_version("torch"):
+        return []
     libraries = [name for name, row in REMEDIES["probes"].items() if row["function"] == "imported"]
     found = [probe(name) for name in ("torch", "gloo", *filter(installed_version, libraries))]
     usable = [n for n, gpu in enumerate(hardware.gpus) if gpu.supported] if hardware.kind == "cuda" else []

@@ -196,9 +196,8 @@ def use_table(curves: Curves, summary: Mapping[str, Any], plan: Mapping[str, Any
     if "data_seconds" in means and means.get("step_seconds"):
         wait = 100 * means["data_seconds"] / means["step_seconds"]
         yield ["data wait", f"{wait:.1f} %", f"under {DATA_WAIT:.0f} %", met[wait < DATA_WAIT]]
-    yield from (
-        [label, form.format(means[name]), "", ""] for name, (label, form) in MEANS.items() if name in means
-    )
+    for name, (label, form) in ((n, of) for n, of in MEANS.items() if n in means):
+        yield [label, form.format(means[name]), "", ""]
 
 
 def _positive(value: Any) -> float | None:

@@ -67,11 +67,9 @@ def teacher(path: str, options: Any) -> Teacher:
 
         config = _open_config(path, options)
         vocabulary = config.get_text_config().vocab_size
-        hub.check_vocabulary(
-            path, vocabulary, facts.extra["vocabulary"], "; give a teacher with this tokenizer"
-        )
         # Of the same tokens models may have more or fewer empty rows behind them: those of no student count.
         width = facts.extra["vocabulary"]
+        hub.check_vocabulary(path, vocabulary, width, "; give a teacher with this tokenizer")
         model = adapters.load_base_model(path, config, None, remote_code=options.remote_code)
         chunked_cross_entropy.make_head_bypassable(model)
         return model

@@ -271,9 +271,8 @@ def _llama3_factors(rope: dict[str, Any], head_dim: int) -> Tensor:
 def _written(writer: Any, file: Path, tensors: list[Stored]) -> dict[str, Any]:
     """Write the file with these tensors, and read it back: the largest difference, by that of its tensor."""
     for tensor in tensors:
-        writer.add_tensor_info(
-            tensor.name, tensor.shape, np.dtype("f4"), tensor.nbytes, raw_dtype=tensor.type
-        )
+        form = tensor.shape, np.dtype("f4"), tensor.nbytes
+        writer.add_tensor_info(tensor.name, *form, raw_dtype=tensor.type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()

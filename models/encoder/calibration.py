@@ -79,11 +79,9 @@ class Confidences:
     @classmethod
     def of(cls, confidence: np.ndarray, is_right: np.ndarray) -> Confidences:
         """Of held-out answers: (n,) each."""
-        order = np.argsort(-confidence, kind="stable")
+        order, count = np.argsort(-confidence, kind="stable"), len(confidence)
         ordered, wrong = confidence[order], np.cumsum(~is_right[order])
-        places = np.unique(
-            np.linspace(0, len(order) - 1, min(len(order), MAX_THRESHOLDS)).round().astype(int)
-        )
+        places = np.unique(np.linspace(0, count - 1, min(count, MAX_THRESHOLDS)).round().astype(int))
         answered = np.searchsorted(-ordered, -ordered[places], side="right")  # those of the same confidence
         return cls(ordered[places], answered, wrong[answered - 1])
 

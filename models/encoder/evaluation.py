@@ -93,9 +93,7 @@ def onnx_runner(file: Path, threads: int = 0, names: Sequence[str] = ()) -> Runn
         lengths, width = inputs["attention_mask"].sum(1), inputs["attention_mask"].shape[1]
         rows = [{k: v[[n], :length] for k, v in inputs.items()} for n, length in enumerate(lengths)]
         found = [run(row)[0] for row in rows]
-        return np.stack(
-            [one if one.ndim == 1 else np.pad(one, ((0, width - len(one)), (0, 0))) for one in found]
-        )
+        return np.stack([x if x.ndim == 1 else np.pad(x, ((0, width - len(x)), (0, 0))) for x in found])
 
     return run_each if alone else run
 

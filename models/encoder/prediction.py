@@ -96,8 +96,11 @@ class TextClassifier:
         place = int((known.confidence >= threshold).sum()) - 1
         answered, wrong = (int(of[place]) for of in (known.answered, known.wrong))
         low, high = wilson_interval(answered - wrong, answered)
-        whose = " by the trained model, not this file" * (self.file.suffix == ".onnx")
-        shown = f", above which {low:.1%} to {high:.1%} of {answered:,} held-out rows are right (95 %){whose}"
+        of_rows = f"{low:.1%} to {high:.1%} of {answered:,} held-out rows"
+        shown = f", above which {of_rows} are right (95 %)"
+        if self.file.suffix == ".onnx":
+            measure = f"`isobatch evaluate {self.file}` measures this file"
+            shown = f". The trained model is right there on {of_rows} (95 %); {measure}"
         return replace(self, threshold=threshold, shown=shown)
 
     def cut(self, threshold: float) -> TextClassifier:

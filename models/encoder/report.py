@@ -119,9 +119,7 @@ def tables(row: ReportRow) -> list[ReportTable]:
     """A line for each of its labels, and how it stands to simple models."""
     name = row["run"] if row["form"].endswith("fp32") else f"{row['run']}, {row['form']}"
     head = ["simple model", f"{_problem(row).title}, %", "the model above it (95 %, p)", "it is"]
-    rows = [
-        [one["name"], f"{100 * one['score']:.2f}", _points(one), one["verdict"]] for one in row["baselines"]
-    ]
+    rows = [[it["name"], f"{100 * it['score']:.2f}", _points(it), it["verdict"]] for it in row["baselines"]]
     note = f"Learnt from the same training rows and measured on the same {row['samples']:,} samples."
     found = [_problem(row).table(name, row), ReportTable(f"{name} beside simple models", note, head, rows)]
     return [*found, *([answering_table(name, row["answering"])] if row["answering"] else [])]

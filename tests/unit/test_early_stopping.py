@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
+import pytest
+
+from isobatch.engine.hooks import evaluate as evaluations
 from isobatch.engine.optimization.early_stopping import EarlyStopping
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def verdicts(judge: EarlyStopping, *values: float) -> list[bool]:
@@ -42,3 +50,39 @@ def test_what_is_not_finite_is_no_improvement() -> None:
     judge = EarlyStopping("min", patience=3)
     assert verdicts(judge, math.nan, math.inf, -math.inf) == [False, False, False]
     assert (judge.best, judge.should_stop) == (None, True)
+
+
+@pytest.mark.parametrize(
+    ("values", "fraction", "of_all", "of_part", "said"),
+    [
+        ([0.97], 1.0, 0.96, None, "step 1 of 2 (accuracy 0.9700, at the end 0.9600)"),
+        ([0.97], 1.0, 0.97, None, ""),
+        ([0.97], 0.5, 0.96, 0.975, ""),  # on the same half the end is better
+        ([0.97], 0.5, 0.98, 0.95, "(accuracy 0.9700, at the end 0.9500, both on 50 % of the rows)"),
+        ([], 1.0, 0.96, None, ""),
+    ],
+)
+def test_the_best_and_the_last_evaluation_are_compared_on_the_same_rows(
+    values: Sequence[float],
+    fraction: float,
+    of_all: float,
+    of_part: float | None,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    state = SimpleNamespace(task=None, facts=None, splits={"valid": range(10_000)})
+    state.progress, state.schedule = SimpleNamespace(step=2), SimpleNamespace(early_stopping=True)
+    state.recipe = SimpleNamespace(eval_fraction=fraction)
+    hook: Any = evaluations.Evaluate.__new__(evaluations.Evaluate)
+    hook.training, hook.judge = state, EarlyStopping("max")
+    verdicts(hook.judge, *values)
+
+    def evaluate_part(_: Any, split: str, share: float, beside: Any) -> dict[str, Any]:
+        assert (split, share, beside) == ("valid", fraction, {})
+        return {"accuracy": of_part}
+
+    monkeypatch.setattr(evaluations, "monitor_of", lambda *_: ("accuracy", "max"))
+    monkeypatch.setattr(evaluations, "evaluate", evaluate_part)
+    found = hook.better_before({"accuracy": of_all}, {})
+    assert found.endswith(said)
+    assert bool(found) == bool(said)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
+import runpy
 import shlex
-from typing import TYPE_CHECKING
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from isobatch.core.atomic_files import write_json
 from isobatch.core.errors import IsobatchError, UserError
+from isobatch.core.package import ROOT
 from isobatch.engine.registry import complete
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.cli import COMMANDS, find_command
@@ -139,6 +144,57 @@ OF_A_RUN = [
     *("auto --like {} --dump-config", "auto --from {} --dump-config"),
 ]
 """Commands that take a run."""
+
+
+@dataclass
+class Without:
+    """A finder of modules that does not find these libraries."""
+
+    finder: Any
+    missing: list[str]
+
+    def find_spec(self, name: str, *more: Any) -> Any:
+        return None if name.partition(".")[0] in self.missing else self.finder.find_spec(name, *more)
+
+    def find_distributions(self, context: Any) -> Any:
+        find = getattr(self.finder, "find_distributions", None)
+        return find(context) if find and context.name not in self.missing else ()
+
+    def invalidate_caches(self) -> None:
+        pass
+
+
+def test_where_torch_is_absent_every_command_works_or_says_in_a_line_what_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, absent = tmp_path / "runs" / "a", ["torch", "transformers", "accelerate"]
+    folder.mkdir(parents=True)
+    write_json(folder / "recipe.json", complete("classifier", {})[0].to_dict())
+    (folder / "facts.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    for name in [*sys.modules]:  # as in a new process
+        if name.partition(".")[0] in (*absent, "isobatch"):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Without(finder, absent) for finder in sys.meta_path])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    runpy.run_path(str(ROOT / "launch" / "_root.py"))
+    cli = importlib.import_module("isobatch.launch.cli")
+    assert cli.guarded(lambda: cli._run(["--version"])) == 0  # noqa: SLF001
+    assert "(no torch, no transformers, no accelerate, " in capsys.readouterr().out
+    needing = 0
+    for typed in (*COMMANDS, *OF_A_RUN):
+        if typed.startswith("doctor"):
+            continue  # of the machine: see test_doctor
+        command, words = cli.find_command(shlex.split(typed.format("runs/a", "runs/a")))
+        code = cli.guarded(lambda c=command, w=words: cli.COMMANDS[c].load()(w))
+        said = capsys.readouterr().err
+        assert "Traceback" not in said, typed
+        assert code in (0, 2, 3), f"{typed}: {said}"
+        needing += "this command needs" in said
+    assert needing, "some command needs what is missing"
+    for name in [*sys.modules]:
+        if name.partition(".")[0] == "isobatch":
+            del sys.modules[name]  # what was imported without these libraries
 
 
 NAMES = ["runs/small", "small-classifier", "runs/small-classifier", "../runs/small-classifier"]

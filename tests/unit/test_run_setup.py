@@ -142,7 +142,7 @@ def test_what_another_process_made_in_the_same_instant_is_the_run(
     assert create_run(asked, facts).folder == mine.folder
     again = create_run(ask(tmp_path, "--again"), facts)
     assert again.folder.name == f"{mine.folder.name}-2"
-    changed = f"seed 0 there, 3 here; lr {asked.recipe.lr} there, 0.5 here;"
+    changed = f"--seed 0 there, 3 here; --lr {asked.recipe.lr} there, 0.5 here;"
     for words, said in ((["--again"], "of the same recipe"), (["--lr", "0.5", "--seed", "3"], changed)):
         with pytest.raises(FolderTakenError, match=said):
             create_run(ask(tmp_path, *words, "--name", mine.folder.name), facts)
