@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def fuse_gelu() -> None:
@@ -17,11 +13,7 @@ def fuse_gelu() -> None:
     nothing of transformers was imported.
     """
     if activations := sys.modules.get("transformers.activations"):
+        from torch.nn.functional import gelu
+
         for kind in (activations.NewGELUActivation, activations.FastGELUActivation):
-            kind.forward = _gelu_by_tanh
-
-
-def _gelu_by_tanh(_module: Any, x: Tensor) -> Tensor:
-    from torch.nn import functional
-
-    return functional.gelu(x, approximate="tanh")
+            kind.forward = lambda _, x: gelu(x, approximate="tanh")

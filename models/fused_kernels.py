@@ -31,12 +31,9 @@ class fused_on_gpu:
     def __call__(self, first: torch.Tensor, *others: Any) -> Any:
         if torch.compiler.is_compiling():
             return self.formula(first, *others)
-        if self._chosen is None:
-            if not has_triton(first.device):
-                self._chosen = self.unfused
-            else:
-                self._chosen = self.formula if self.is_kernel else torch.compile(self.formula, dynamic=True)
-        if self._chosen is self.unfused:
+        if self._chosen is None and has_triton(first.device):
+            self._chosen = self.formula if self.is_kernel else torch.compile(self.formula, dynamic=True)
+        if self._chosen is None or self._chosen is self.unfused:
             return self.unfused(first, *others)
         try:
             return self._chosen(first, *others)

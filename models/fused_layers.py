@@ -81,7 +81,7 @@ def _as_autocast(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
-def _gated_mlp(module: Any, x: Tensor) -> Tensor:
+def _gated_mlp(module: Any, x: Tensor) -> Any:
     x = _as_autocast(x)
     return module.down_proj(_gate(module.gate_proj(x), module.up_proj(x), module.act_fn))
 
@@ -101,7 +101,7 @@ def _lora_forward(plain: Any) -> Any:
     rounds the factors' input anyway, gets that input as it is.
     """
 
-    def forward(layer: Any, x: Tensor, *args: Any, **named: Any) -> Tensor:
+    def forward(layer: Any, x: Tensor, *args: Any, **named: Any) -> Any:
         active = [name for name in layer.active_adapters if name in layer.lora_A]
         other = layer.disable_adapters or layer.merged or len(active) != 1 or layer.lora_variant or named
         if other or args:

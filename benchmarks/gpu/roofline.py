@@ -235,7 +235,7 @@ def block_graphs(rows: int, length: int) -> list[torch.fx.GraphModule]:
     plain = {"n_layer": 1, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **plain))
     fuse_layers(model)
-    plan: Any = SimpleNamespace(compile="on")
+    plan: Any = SimpleNamespace(compile="on", device="cuda")
     compile_model(model, plan)
     (block,) = layer_blocks(model)
     found: list[torch.fx.GraphModule] = []

@@ -25,10 +25,12 @@ def compile_model(model: nn.Module, plan: Plan) -> None:
     It is one graph where it has no blocks of several modules, and as CUDA graphs.
     """
     if plan.compile != "off":
-        from isobatch.engine.model_setup.bias_sums import SumsWithinSamples  # with Inductor, which is large
+        from isobatch.engine.model_setup import gpu_graphs  # with Inductor, which is large
 
-        torch._inductor.config.post_grad_custom_pre_pass = SumsWithinSamples()  # noqa: SLF001  torch's name
-        config = torch._dynamo.config  # noqa: SLF001  torch's name for its options
+        config, inductor = torch._dynamo.config, torch._inductor.config  # noqa: SLF001  torch's options
+        if plan.device == "cuda":
+            inductor.joint_custom_post_pass = gpu_graphs.KeptResiduals()
+            inductor.post_grad_custom_pre_pass = gpu_graphs.SumsWithinSamples()
         # Compile blocks under activation checkpointing although they count their draws of noise. Without this
         # option dynamo runs such blocks eagerly, in silence. The count must not be taken up again when a
         # block is recomputed, and is not.

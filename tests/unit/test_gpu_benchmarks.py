@@ -22,7 +22,7 @@ from isobatch.benchmarks.gpu.runner import GPU, Part, Results, Trial, run_part
 from isobatch.core.facts import Facts
 from isobatch.core.recipe import Recipe
 from isobatch.engine.machine.hardware import parse_hardware
-from isobatch.engine.model_setup.bias_sums import SumsWithinSamples
+from isobatch.engine.model_setup.gpu_graphs import SumsWithinSamples
 from isobatch.engine.planning.calibration import MEASURED, GpuConstants
 from isobatch.engine.planning.cost_model import PlanningCase, step_seconds
 from isobatch.engine.planning.memory_model import ExecutionChoices

@@ -137,7 +137,7 @@ SMALL = {
     "data/interactions/demo.py": "the embedded demo",
     "engine/distributed/recorder.py": "a step's parts by the clock, for whoever profiles it",
     "engine/loading/group_order.py": "an order by itself, which proofs compute again",
-    "engine/model_setup/bias_sums.py": "imported where a plan compiles, with Inductor",
+    "engine/model_setup/gpu_graphs.py": "imported where a plan compiles, with Inductor",
     "engine/model_setup/prepare_model.py": "what a plan does to a model, in order",
     "engine/optimization/parameter_groups.py": "what a recipe says to an optimizer",
     "launch/commands/compress.py": "imported where --task compress is typed",
