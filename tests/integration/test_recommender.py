@@ -32,8 +32,10 @@ SHORT = ["auto", "--task", "recommender", "--epochs", "1,0.3", "--save-every", "
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a finished run of both phases, runs/one."""
+    """A folder with a finished run of both phases, runs/one, and a bare table of purchases."""
     folder = tmp_path_factory.mktemp("recommender")
+    bought = [f"{user},{(user * 7 + n * n) % 30}" for user in range(40) for n in range(6)]
+    (folder / "log.csv").write_text("\n".join(["user,item", *bought]))
     succeed(*SHORT, "--name", "one", "--processes", "1", "--ledger", cwd=folder)
     return folder
 
@@ -76,8 +78,8 @@ def test_more_processes_learn_the_same(processes: int, home: Path) -> None:
 def test_choices_that_could_depend_on_the_world_do_not(flags: list[str], home: Path) -> None:
     name = flags[0].strip("-")
     for processes in ("1", "2"):
-        words = ["auto", "--task", "recommender", *flags, "--text", "off", "--epochs", "0.4", "--quiet"]
-        where = ["--processes", processes, "--name", f"{name}{processes}", "--again", "--save-every", "20"]
+        words = ["auto", "--task", "recommender", *flags, "--data", "log.csv", "--steps", "12", "--quiet"]
+        where = ["--processes", processes, "--name", f"{name}{processes}", "--again", "--save-every", "6"]
         succeed(*words, *where, cwd=home)
     one, two = (home / "runs" / f"{name}{n}" for n in (1, 2))
     assert furthest(figure(one), figure(two)) < 1e-5
@@ -118,16 +120,14 @@ def test_the_second_phase_begins_with_a_run(home: Path) -> None:
     assert "keep the flags that make the model" in complaint(other)
 
 
-def test_a_bare_table_is_enough(tmp_path: Path) -> None:
-    rows_ = [f"{user},{(user * 7 + n * n) % 30}" for user in range(40) for n in range(6)]
-    (tmp_path / "log.csv").write_text("\n".join(["user,item", *rows_]))
+def test_a_bare_table_is_enough(home: Path) -> None:
     flags = ["--data=log.csv", "--epochs=1", "--batch-size=32", "--eval-every=2", "--name=bare"]
-    done = succeed("auto", "--task", "recommender", *flags, cwd=tmp_path)
+    done = succeed("auto", "--task", "recommender", *flags, cwd=home)
     assert "items have no text" in done.stderr
     assert "the last in the file" in done.stderr
-    assert (tmp_path / "runs/bare/log.txt").read_text().count("valid after step") > 1
+    assert (home / "runs/bare/log.txt").read_text().count("valid after step") > 1
     assert done.stderr.count("valid after step") < 4, "one every few seconds, and the last"
-    metrics = summary(tmp_path / "runs" / "bare")["metrics"]
+    metrics = summary(home / "runs" / "bare")["metrics"]
     assert 0 <= metrics["full_hr@10"] <= 1
     assert 0 <= metrics["full_popularity_hr@10"] <= 1
 

@@ -119,7 +119,7 @@ setattr(module, name, interrupted)
 sys.argv[1:3] = []
 sys.exit(cli.main())
 """
-CLASSICS = ["--task", "recommender", "--preset", "classics", "--quiet"]
+CLASSICS = ["--task", "recommender", "--preset", "classics", "--data", "log.csv", "--quiet"]
 
 
 @pytest.mark.parametrize(
@@ -138,6 +138,8 @@ CLASSICS = ["--task", "recommender", "--preset", "classics", "--quiet"]
 def test_a_stop_while_it_finishes_is_heard_and_leaves_no_part_of_final(
     words: list[str], place: str, tmp_path: Path
 ) -> None:
+    bought = [f"{user},{(user * 7 + n * n) % 30}" for user in range(40) for n in range(6)]
+    (tmp_path / "log.csv").write_text("\n".join(["user,item", *bought]))
     succeed("auto", *words, "--name", "whole", "--processes", "1", cwd=tmp_path)
     whole, run = tmp_path / "runs" / "whole", tmp_path / "runs" / "cut"
     other = ["auto", *words, "--name", "cut", "--processes", "1", "--again"]
