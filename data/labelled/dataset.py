@@ -38,6 +38,8 @@ NO_LABEL = -100
 """The label of a token that is no first piece of a word, as transformers and CrossEntropyLoss have it."""
 UNPROVEN = 0.01
 """The chance at which answers show no precision, as a classifier's calibration has it."""
+SUREST = 0.9
+"""The largest part of the rows, the surest, that its tests begin with."""
 HELD_OUT_SHARE = 0.1
 """Part of each class that is validation where there is no such split and --valid is not given."""
 
@@ -180,7 +182,8 @@ class Labelled(TokenizedData):
         if rare := [str(name) for name in labels if counts[name] == 1 and not fixed]:
             notes.append(f"labels of one training row each: {reading.first_names(rare)}")
         held = len(splits["valid"])
-        if kind.name == "classes" and not fixed and (most := UNPROVEN ** (1 / held)) < 0.99:
+        most = UNPROVEN ** (1 / (1 + int(SUREST * held)))
+        if kind.name == "classes" and not fixed and most < 0.99:
             said = f"rows, were all answered right, show a precision of {int(100 * most) / 100} at most"
             notes.append(f"valid: {held:,} {said} (predict --precision)")
         tokenizer, special = self._open_tokenizer(reading.read_examples(rows["train"](), columns))

@@ -117,7 +117,7 @@ def _verify_steps(
     missing = _missing_checkpoint(run, log, closing) if finished else ""
     proof.unproven += [missing] if missing else []
     ending = [] if missing else closing
-    if own is not None and run.plan.invariance == "rounding":  # long windows say more under the same plan
+    if own is not None and run.plan.invariance != "exact":  # long windows say more under the same plan
         ending = [*others, *ending]
         others = [dataclasses.replace(w, count=min(w.count, NEAR)) for w in others]
     if not missing:
@@ -151,7 +151,9 @@ def redo_first_steps(run: RunFolder, trained: Sequence[int], steps: int, process
 
     `trained`: the steps of the first phase that were not left out, ascending.
     """
-    plan = _other_plan(run, VerifyOptions(steps=steps, processes=processes))
+    options = VerifyOptions(steps=steps, processes=processes)
+    own = None if run.plan.invariance == "exact" else _own_plan(run, options)
+    plan = own or _other_plan(run, options)
     phase = next(iter(workload_of(run.recipe).make(run.recipe)[0].phases())).name
     proof = Proof("steps")
     if not trained:

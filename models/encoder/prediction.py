@@ -99,7 +99,7 @@ class TextClassifier:
         of_rows = f"{low:.1%} to {high:.1%} of {answered:,} held-out rows"
         shown = f", above which {of_rows} are right (95 %)"
         if self.file.suffix == ".onnx":
-            measure = f"`isobatch evaluate {self.file}` measures this file"
+            measure = "`isobatch evaluate` of this file, in its run, measures it"
             shown = f". The trained model is right there on {of_rows} (95 %); {measure}"
         return replace(self, threshold=threshold, shown=shown)
 

@@ -83,6 +83,18 @@ def test_a_models_card_shows_lines_that_run(name: str, home: Path) -> None:
     assert ("trust_remote_code" in card) == (name == "pruned")
 
 
+def receipt_holds(run: str, home: Path) -> None:
+    """Without the run's folder: its task's decisions and later checkpoints are not there."""
+    succeed("receipt", "make", f"runs/{run}", "--out", f"{run}.json", cwd=home)
+    found = succeed("receipt", "check", f"{run}.json", "--steps", "12", cwd=home).stdout
+    assert re.search(r"(1[2-9]|2\d) steps from the beginning made again", found), found
+
+
+def test_a_receipt_holds_past_a_decision_of_its_task(home: Path) -> None:
+    assert decided(home / "runs" / "pruned")[1]["step"] < 12
+    receipt_holds("pruned", home)
+
+
 @pytest.mark.slow
 def test_two_processes_prune_the_same(home: Path) -> None:
     words = ["auto", *PRUNE, "--name", "two", "--processes", "2", "--again"]
@@ -130,6 +142,7 @@ def test_a_pruned_model_becomes_a_small_verified_file(home: Path) -> None:
     assert 0 <= loss < 1e-2
     assert 0 <= norm < 1
     succeed("verify", str(run), cwd=home)
+    receipt_holds("small", home)
     exported = succeed("export", str(run), "--json", cwd=home)
     figures = json.loads(exported.stdout)
     assert figures.keys() == {"hf", "dense", "onnx", "onnx-int4"}

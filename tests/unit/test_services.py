@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from isobatch.data.labelled.dataset import UNPROVEN
+from isobatch.data.labelled.dataset import SUREST, UNPROVEN
 from isobatch.launch.predicting import neighbours
 from isobatch.models.encoder import calibration, drift, problems
 from isobatch.models.encoder.calibration import Calibration, Confidences
@@ -145,11 +145,13 @@ def test_the_rows_that_would_show_a_precision_do(wrong: int, precision: float) -
 
 def test_prepare_and_predict_have_one_chance_of_what_is_not_shown() -> None:
     assert pytest.approx(UNPROVEN) == calibration.DOUBT / len(calibration.STARTS)
-    for rows, most in ((90, 0.95), (459, 0.99), (20, 0.79)):
-        found = Confidences.of(np.ones(rows), np.ones(rows, bool))
-        assert found.threshold(UNPROVEN ** (1 / rows) - 1e-9) is not None
-        assert found.threshold(UNPROVEN ** (1 / rows) + 1e-9) is None
-        assert int(100 * UNPROVEN ** (1 / rows)) / 100 == most
+    assert calibration.STARTS[-1] == SUREST
+    for rows, most in ((90, 0.94), (235, 0.97), (459, 0.98), (20, 0.78)):
+        found = Confidences.of(np.linspace(0, 1, rows), np.ones(rows, bool))
+        shown = UNPROVEN ** (1 / (1 + int(SUREST * rows)))
+        assert found.threshold(shown - 1e-9) is not None
+        assert found.threshold(shown + 1e-9) is None
+        assert int(100 * shown) / 100 == most
 
 
 @pytest.mark.parametrize("file", ["final", "m.onnx"])
@@ -160,7 +162,7 @@ def test_a_wanted_precision_says_what_validation_measured_and_of_which_file(file
     found = TextClassifier(Path(file), nothing, nothing, problem, 8, 0, {}, None).abstaining(0.95)
     low, high = wilson_interval(398, 400)
     rows = f"{low:.1%} to {high:.1%} of 400 held-out rows"
-    own = "`isobatch evaluate m.onnx` measures this file"
+    own = "`isobatch evaluate` of this file, in its run, measures it"
     of_onnx = f". The trained model is right there on {rows} (95 %); {own}"
     said = f", above which {rows} are right (95 %)" if file == "final" else of_onnx
     assert (found.threshold, found.shown) == (0.5, said)
