@@ -239,3 +239,4 @@ def test_the_lock_names_every_wheel_that_a_borrowed_machine_gets() -> None:
     pinned = set(re.findall(r"^([\w-]+)==", (ROOT / "requirements.lock").read_text(), re.MULTILINE))
     wanted = {name.replace("_", "-") for name in [*names.split(), "deepspeed"]}
     assert wanted - {name.replace("_", "-") for name in pinned} == set()
+    assert "triton" not in pinned, "torch pins its own, where it is not built for CPUs"
