@@ -58,8 +58,8 @@ try() {  # try PYTHON: install, use, uninstall
     "$bin/isobatch" --version
     "$bin/python" -c "import isobatch; assert isobatch.__file__.startswith('$site')"
     "$bin/isobatch" doctor
-    "$bin/isobatch" auto --task causal-lm --steps 3 --name demo --again --quiet
-    "$bin/isobatch" verify runs/demo --level records
+    "$bin/isobatch" auto --task causal-lm --steps 3 --name "${1##*/}" --again --quiet
+    "$bin/isobatch" verify "runs/${1##*/}" --level records
     "$bin/isobatch" slurm --task causal-lm --nodes 2 --gpus-per-node 8 --time 1:00:00 --partition p > job.sh
     bash -n job.sh
   )
