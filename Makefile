@@ -46,7 +46,8 @@ gpu:
 # Kernels and least time of a step on an H100 that is not there: needs torch built for CUDA, and no GPU.
 gpu-dry:
 	$(firstword $(wildcard $(BIN)/python) $(PYTHON)) -m benchmarks.gpu.roofline gpt2 32 1024
-	$(firstword $(wildcard $(BIN)/python) $(PYTHON)) -m benchmarks.gpu.roofline gpt2 32 1024 compiled
+	$(firstword $(wildcard $(BIN)/python) $(PYTHON)) -m benchmarks.gpu.roofline gpt2 32 1024 on
+	$(firstword $(wildcard $(BIN)/python) $(PYTHON)) -m benchmarks.gpu.roofline gpt2 32 1024 max-autotune
 	$(firstword $(wildcard $(BIN)/python) $(PYTHON)) -m benchmarks.gpu.roofline lora-8b 2 2048
 
 soak: $(STAMP)

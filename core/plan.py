@@ -61,8 +61,8 @@ class PlanOptions:
     """How processes share the model."""
     copies: Positive | None = None
     """Under hsdp: groups of processes that hold a whole model each; by default one a node."""
-    compile: Literal["auto", "on", "off", "reduce-overhead"] = "auto"
-    """torch.compile the model."""
+    compile: Literal["auto", "on", "off", "max-autotune", "reduce-overhead"] = "auto"
+    """torch.compile the model; max-autotune times products' kernels too, for a long run."""
     activation_checkpointing: Literal["auto", "on", "selective", "off"] = "auto"
     """Recompute activations in the backward pass: less memory, about a third more arithmetic; selective keeps
     the results of products and attention, and hardly takes longer."""
@@ -119,7 +119,7 @@ class Plan:
     workers: int
     prefetch: int
     pin_memory: bool
-    compile: Literal["on", "off", "reduce-overhead"]
+    compile: Literal["on", "off", "max-autotune", "reduce-overhead"]
     activation_checkpointing: Recompute
     attention: Literal["sdpa", "eager", "flash"]
     pack: bool

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import math
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -28,6 +29,8 @@ from isobatch.benchmarks.gpu.calibration import WIDTHS
 RATE, ATTENTION_RATE, BANDWIDTH, LAUNCH, PEAK = 650e12, 350e12, 2.9e12, 4.5e-6, 989e12
 """Of an H100 SXM: products of these sizes, FlashAttention, device memory, the host's time for an operation,
 and the arithmetic that MFU is a share of."""
+TRITON = 0.85
+"""Of cuBLAS's rate, in Triton's products, which can have what follows in them. No card has measured it."""
 PRODUCTS = ("mm", "addmm", "bmm")
 FREE = {
     *("view", "t", "transpose", "_unsafe_view", "slice", "unsqueeze", "expand", "split", "select", "detach"),
@@ -74,12 +77,23 @@ class Kernels(TorchDispatchMode):
         from torch._inductor.virtualized import V
 
         module, lowered = scheduled(graph)
+        products = set(filter(is_product, module.graph.nodes))
         with V.set_graph_handler(lowered):
             for kernel in (k for k in lowered.scheduler.nodes if not k.is_extern()):
                 origins = set().union(*(getattr(n.node, "origins", ()) for n in kernel.get_nodes()))
-                words = "+".join(sorted({operation(n) for n in origins} & NAMED)) or "elementwise"
-                self.add(f"fused {words}", 0, times * kernel.get_read_write_buffers_sizes(), times)
-        for node in filter(is_product, module.graph.nodes):
+                named = {operation(n) for n in origins}
+                words, moved = (
+                    "+".join(sorted(named & NAMED)) or "elementwise",
+                    kernel.get_read_write_buffers_sizes(),
+                )
+                if not kernel.is_template():
+                    self.add(f"fused {words}", 0, times * moved, times)
+                    continue
+                products -= {n for n in origins if operation(n) in PRODUCTS}
+                flops = product_flops(kernel.get_template_node())
+                for _ in range(times):
+                    self.add(f"product with {words}", flops, moved, rate=TRITON * RATE)
+        for node in products:
             read = list(tensors_in([i.meta["val"] for i in node.all_input_nodes]))
             moved = float(sum(t.numel() * t.element_size() for t in (*read, *tensors_in(node.meta["val"]))))
             name, rate = operation(node), RATE
@@ -102,6 +116,11 @@ class Kernels(TorchDispatchMode):
             rate = ATTENTION_RATE if "attention" in name else RATE
             self.add(name, flops * (2.5 if rate != RATE else times), 2 * moved, int(count * times), rate)
         self.add("gradients cast", 0, 6.0 * sum(p.numel() for p in trained), len(trained))
+
+
+def product_flops(product: Any) -> float:
+    """Of a product of Inductor's."""
+    return 2.0 * math.prod(map(int, product.get_size())) * int(product.inputs[-1].get_size()[0])
 
 
 def operation(node: torch.fx.Node) -> str:
@@ -222,7 +241,7 @@ def fake_model(what: str) -> Any:
     return model
 
 
-def block_graphs(rows: int, length: int) -> list[torch.fx.GraphModule]:
+def block_graphs(rows: int, length: int, mode: str) -> list[torch.fx.GraphModule]:
     """What Inductor gets of both passes of a block of GPT-2 124M, traced on a CPU without computing it."""
     from torch._functorch.aot_autograd import make_boxed_func
     from torch._inductor.compile_fx import compile_fx
@@ -235,7 +254,7 @@ def block_graphs(rows: int, length: int) -> list[torch.fx.GraphModule]:
     plain = {"n_layer": 1, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **plain))
     fuse_layers(model)
-    plan: Any = SimpleNamespace(compile="on", device="cuda")
+    plan: Any = SimpleNamespace(compile=mode, device="cuda")
     compile_model(model, plan)
     (block,) = layer_blocks(model)
     found: list[torch.fx.GraphModule] = []
@@ -284,11 +303,49 @@ def scheduled(graph: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, Any]:
         view_to_reshape(module)
         post_grad_passes(module, is_inference=False)
         lowered = GraphLowering(module, given, fake.shape_env)
-        with V.set_graph_handler(lowered), V.set_debug_handler(DebugContext()), V.set_extern_kernel_nodes([]):
+        handlers = (
+            V.set_graph_handler(lowered),
+            V.set_debug_handler(DebugContext()),
+            V.set_extern_kernel_nodes([]),
+        )
+        with handlers[0], handlers[1], handlers[2], pretended_timings():
             lowered.run(*given)
             lowered.init_wrapper_code()
             lowered._update_scheduler()  # noqa: SLF001  what Inductor's code generation begins with
     return module, lowered
+
+
+@contextlib.contextmanager
+def pretended_timings() -> Iterator[None]:
+    """Inside, Inductor gets the least time of each kernel in place of a measured one, in ms."""
+    import triton
+    from torch._inductor import config
+    from torch._inductor.scheduler import Scheduler
+    from torch._inductor.select_algorithm import AlgorithmSelectorCache, ExternKernelCaller
+
+    def products(_: Any, __: str, inputs: Any, layout: Any, *others: Any, **___: Any) -> dict[Any, float]:
+        asked = SimpleNamespace(get_size=lambda: layout.size, inputs=inputs)
+        least = 1e3 * product_flops(asked) / RATE
+        return {c: least if isinstance(c, ExternKernelCaller) else least / TRITON for c in others[2]}
+
+    def apart(_: Any, nodes: Any) -> tuple[float, str]:
+        return 1e3 * sum(node.get_read_write_buffers_sizes() for node in nodes) / BANDWIDTH, ""
+
+    def together(self: Any, nodes: Any, _: Any) -> tuple[float, str]:
+        return max(1e3 * product_flops(nodes[0].node) / RATE / TRITON, apart(self, nodes)[0]), ""
+
+    target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
+    triton.runtime.driver.set_active(SimpleNamespace(get_current_target=lambda: target))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(config.patch(compile_threads=1))
+        for owner, name, value in (
+            (AlgorithmSelectorCache, "do_autotuning", products),
+            (Scheduler, "benchmark_fused_nodes", apart),
+            (Scheduler, "compile_kernel", lambda _, nodes, **__: (None, nodes)),
+            (Scheduler, "benchmark_codegened_module", together),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, value))
+        yield
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Any:
@@ -303,10 +360,8 @@ def _attention_backward(*tensors: Any, **_: Any) -> Any:
     return torch.ops.aten._scaled_dot_product_flash_attention_backward(*known, *more)  # noqa: SLF001
 
 
-def measure(
-    what: str = "gpt2", rows: int = 16, length: int = 1024, compiled: bool = False
-) -> tuple[Kernels, Any]:
-    """One step of so many rows under bf16 autocast; `compiled`: with compiled blocks, of GPT-2."""
+def measure(what: str = "gpt2", rows: int = 16, length: int = 1024, mode: str = "off") -> tuple[Kernels, Any]:
+    """One step of so many rows under bf16 autocast; `mode`: how blocks are compiled, of GPT-2."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from isobatch.engine.model_setup.layer_blocks import layer_blocks
@@ -316,7 +371,8 @@ def measure(
     from isobatch.models.causal_lm import chunked_cross_entropy as head
     from isobatch.models.fused_layers import fuse_layers
 
-    kernels, graphs = Kernels(), block_graphs(rows, length) if compiled else []
+    compiled = mode != "off"
+    kernels, graphs = Kernels(), block_graphs(rows, length, mode) if compiled else []
     with FakeTensorMode(allow_non_fake_inputs=True), pretended_card(kernels):
         model, noise, device = fake_model(what), KeyedNoise(0), torch.device("cuda")
         fuse_layers(model)
@@ -355,9 +411,9 @@ def measure(
     return kernels, model
 
 
-def report(what: str, rows: int, length: int, compiled: bool = False) -> float:
+def report(what: str, rows: int, length: int, mode: str = "off") -> float:
     """Prints the parts and the longest kernels; returns the least time of a step in seconds."""
-    kernels, model = measure(what, rows, length, compiled)
+    kernels, model = measure(what, rows, length, mode)
     config, adapted, tokens = model.config, what != "gpt2", rows * length
     left_out = ("wpe", "embed_tokens", "lora")
     matrices = sum(
@@ -370,8 +426,7 @@ def report(what: str, rows: int, length: int, compiled: bool = False) -> float:
     device = sum(row[3] for row in kernels.rows.values())
     least = max(device, count * LAUNCH)
     speed, share = tokens / least, tokens * flops / least / PEAK
-    how = "blocks compiled" if compiled else "not compiled"
-    print(f"{what}: {rows} rows of {length}, bf16 autocast, {how}: {count:.0f} kernels")
+    print(f"{what}: {rows} rows of {length}, bf16 autocast, --compile {mode}: {count:.0f} kernels")
     print(f"  at least {least * 1e3:.1f} ms: {speed:,.0f} tokens/s, MFU {share:.3f}")
     print(f"  the host waits: {dict(+kernels.waits) or 'never'}")
     longest = sorted(kernels.rows.items(), key=lambda row: -row[1][3])[:16]
@@ -384,4 +439,4 @@ def report(what: str, rows: int, length: int, compiled: bool = False) -> float:
 if __name__ == "__main__":
     if torch.version.cuda is None:
         sys.exit("this torch is built for CPUs: `make gpu-dry` needs one that is built for CUDA")
-    report(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), "compiled" in sys.argv)
+    report(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])

@@ -41,8 +41,8 @@ LONG = 20_000
 def trials(quick: bool) -> Sequence[Trial]:
     if quick:
         return [Trial("as planned", "gpu.scratch:ours", ("quick", "auto", "auto"), 60)]
-    modes = ("on", "off", "reduce-overhead")
-    sizes = [*itertools.product(("64", "16"), modes), ("32", "on"), ("8", "on")]
+    modes = ("on", "max-autotune", "off", "reduce-overhead")
+    sizes = [("64", mode) for mode in modes] + [("16", "on"), ("16", "off"), ("32", "on"), ("8", "on")]
     return [
         _trial("as planned", "gpu.scratch:ours", "auto", "auto"),
         *(_trial(f"compile {mode}, {micro} rows", "gpu.scratch:ours", mode, micro) for micro, mode in sizes),

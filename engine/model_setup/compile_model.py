@@ -31,6 +31,9 @@ def compile_model(model: nn.Module, plan: Plan) -> None:
         if plan.device == "cuda":
             inductor.joint_custom_post_pass = gpu_graphs.KeptResiduals()
             inductor.post_grad_custom_pre_pass = gpu_graphs.SumsWithinSamples()
+            # The card times cuBLAS's products and Triton's, of which what follows can be a part.
+            inductor.max_autotune_gemm = plan.compile == "max-autotune"
+            inductor._pre_fusion_custom_pass = gpu_graphs.WholeEpilogues()  # noqa: SLF001  torch's name
         # Compile blocks under activation checkpointing although they count their draws of noise. Without this
         # option dynamo runs such blocks eagerly, in silence. The count must not be taken up again when a
         # block is recomputed, and is not.
@@ -40,7 +43,7 @@ def compile_model(model: nn.Module, plan: Plan) -> None:
         whole = not blocks or plan.compile == "reduce-overhead"
         config.optimize_ddp = whole  # else graphs of blocks are cut once more where DDP's buckets end
         for part in [model] if whole else blocks:
-            part.compile(mode=None if plan.compile == "on" else plan.compile)
+            part.compile(mode="reduce-overhead" if plan.compile == "reduce-overhead" else None)
 
 
 def uncompiled(model: nn.Module) -> contextlib.AbstractContextManager[None]:

@@ -6,17 +6,22 @@ The figures are of GPT-2 124M over 32 x 1,024 tokens. Not for a CPU: sums in two
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import fx
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor import config, custom_graph_pass
 from torch.utils.checkpoint import CheckpointPolicy
+
+if TYPE_CHECKING:
+    from torch._inductor.scheduler import BaseSchedulerNode
 
 aten = torch.ops.aten
 
 
-class _Pass(CustomGraphPass):
+class _Pass(custom_graph_pass.CustomGraphPass):
     def uuid(self) -> bytes:
-        return get_hash_for_files((__file__,))
+        return custom_graph_pass.get_hash_for_files((__file__,))
 
 
 class KeptResiduals(_Pass):
@@ -39,7 +44,8 @@ class SumsWithinSamples(_Pass):
     """Sums gradients of biases within each sample, then over samples.
 
     The first sum is then part of the kernel that makes what is summed. A sum over all rows is a kernel of its
-    own to Inductor, which reads them again (4.9 GB).
+    own to Inductor, which reads them again (4.9 GB). Where products are timed, what is done to each element
+    of one can be part of its kernel, and a sum cannot.
     """
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -49,7 +55,41 @@ class SumsWithinSamples(_Pass):
                 node.meta["inductor_realize_to_strides"] = True
         for node in graph.find_nodes(op="call_function", target=aten.sum.dim_IntList):
             rows, dims, *_ = node.args
-            if dims == [0] and rows.target is aten.reshape.default and rows.args[0].meta["val"].ndim == 3:
+            if rows.target is not aten.reshape.default or (config.max_autotune_gemm and _from_product(rows)):
+                continue
+            if dims == [0] and rows.args[0].meta["val"].ndim == 3:
                 with graph.inserting_before(node):
                     sums = graph.call_function(node.target, (rows.args[0], [1]), {"dtype": torch.float32})
                 node.args, node.kwargs = (sums, *node.args[1:]), {"dtype": node.meta["val"].dtype}
+
+
+def _from_product(rows: fx.Node) -> bool:
+    """Whether `rows` are a product to each of whose elements something was done."""
+    found, nodes = set(), [rows]
+    for node in nodes:
+        if node.target in (aten.mm.default, aten.sum.dim_IntList):
+            found.add(node.target)
+        elif isinstance(node.target, torch._ops.OpOverload):  # noqa: SLF001  what attention returns is none
+            nodes += node.all_input_nodes
+    return found == {aten.mm.default}
+
+
+class WholeEpilogues(getattr(custom_graph_pass, "CustomSchedulerPass", _Pass)):  # type: ignore[misc]
+    """Lets what is done to each element of a product be part of its kernel where that has another shape.
+
+    Inductor compares their loops as they are written: rows x width with samples x length x width.
+    """
+
+    uuid = _Pass.uuid
+
+    def __call__(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
+        from torch._inductor.scheduler import SchedulerNode
+
+        for node in nodes:
+            if node.is_template():
+                users = {user.node for out in node.get_outputs() for user in out.users if user.node in nodes}
+                user = users.pop() if len(users) == 1 else node
+                if isinstance(user, SchedulerNode) and not (user.is_reduction() or user.is_template()):
+                    node.set_read_writes(node.node.extract_read_writes(normalize=True))  # type: ignore[union-attr]
+                    user.refresh_dependencies(normalize=True, need_clear_tiling_cache=False)
+        return nodes

@@ -21,13 +21,15 @@ if TYPE_CHECKING:
 
 DeviceKind = Literal["cpu", "cuda", "mps"]
 AttentionKernel = Literal["sdpa", "eager", "flash"]
-CompileMode = Literal["on", "off", "reduce-overhead"]
+CompileMode = Literal["on", "off", "max-autotune", "reduce-overhead"]
 PlanFields = dict[str, tuple[Any, str]]
 """Field of the plan -> (value, reason)."""
 SHAPES = 8
 """Most padded lengths that CUDA graphs see: each is recorded anew."""
 COMPILED_GRAPHS = 3
 """Of a block: for the first shape, another number of rows, and another length."""
+TIMING_TAKES, TIMING_SAVES = 5, 0.02
+"""Of timing products on the card, guessed: what it takes, in times of compiling, and its share of a step."""
 AMX_PAYS = 1_000_000
 """Parameters from which bf16 in a CPU's matrix unit is clearly faster: below, 0.9 to 1.3 times fp32."""
 STREAM_CACHE = "20gb"
@@ -151,18 +153,29 @@ def choose_compile(case: PlanningCase, eager: float, compiled: float | None) -> 
         return "off", "torch's compiler needs compute capability 7.0"
     if case.precision == "fp32":
         return "off", "fp32 was asked for, and compiled kernels round differently"
-    saved = (eager - compiled) * run_steps(case.recipe, case.facts)
-    spent = compile_seconds(case.constants, {case.padded(n) for n in case.facts.lengths})
+    steps, lengths = run_steps(case.recipe, case.facts), {case.padded(n) for n in case.facts.lengths}
+    saved, spent = (eager - compiled) * steps, compile_seconds(case.constants, lengths, "on")
     saves = format_duration(max(0.0, saved))
     what = f"compiling takes about {format_duration(spent)} and saves {saves} of this run"
-    return ("on", what) if saved > spent else ("off", what)
+    if saved <= spent:
+        return "off", what
+    timing = compile_seconds(case.constants, lengths, "max-autotune") - spent
+    if timing < TIMING_SAVES * compiled * steps:
+        return (
+            "max-autotune",
+            f"{what}; choosing products' kernels takes about {format_duration(timing)} more",
+        )
+    return "on", what
 
 
-def compile_seconds(constants: GpuConstants, lengths: Collection[int]) -> float:
+def compile_seconds(constants: GpuConstants, lengths: Collection[int], mode: CompileMode) -> float:
     """Seconds to compile the forward and backward pass of a block, whose graphs serve all blocks, for data of
     these padded lengths.
     """
-    return min(COMPILED_GRAPHS, 1 + len(lengths)) * constants.compile_seconds
+    if mode == "off":
+        return 0.0
+    graphs = min(COMPILED_GRAPHS, 1 + len(lengths))
+    return graphs * constants.compile_seconds * (TIMING_TAKES if mode == "max-autotune" else 1)
 
 
 def choose_padding(case: PlanningCase) -> tuple[int, str]:

@@ -200,7 +200,7 @@ def run_time(target: Target, plan: Plan, size: ModelSize) -> tuple[int, dict[str
     lengths = {math.ceil(n / plan.pad_multiple) for n in facts.lengths}
     return steps, {
         "start": start + size.weight_bytes / LOAD_BANDWIDTH + first * step,
-        "compile": compile_seconds(known, lengths) if plan.compile != "off" else 0.0,
+        "compile": compile_seconds(known, lengths, plan.compile),
         "train": steps * step,
         "evaluate": evaluation_seconds(recipe, facts, schedules, size, plan),
         "save": (size.weight_bytes + 8.0 * size.trainable) / DISK_BANDWIDTH,

@@ -168,7 +168,7 @@ def settings(base: Variant) -> Iterator[Setting]:
         yield Setting("optimizer", recipe={"optimizer": optimizer})
     if recipe.options.get("monitor") == "full":
         yield from (Setting("monitoring interval", recipe={"monitor": how}) for how in ("fast", "off"))
-    modes = ["off"] if plan.compile != "off" else ["on", "reduce-overhead"] if gpu else ["on"]
+    modes = ["off"] if plan.compile != "off" else ["on", "max-autotune", "reduce-overhead"] if gpu else ["on"]
     yield from (Setting("compile", {"compile": mode}) for mode in modes)
 
 

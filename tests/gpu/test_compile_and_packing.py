@@ -57,7 +57,7 @@ def test_graphs_over_several_micro_batches_keep_every_gradient(tmp_path: Path) -
 
 
 @gpu_only
-@pytest.mark.parametrize("compiled", ["off", "on", "reduce-overhead"])
+@pytest.mark.parametrize("compiled", ["off", "on", "max-autotune", "reduce-overhead"])
 def test_attention_stays_a_flash_kernel(
     compiled: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

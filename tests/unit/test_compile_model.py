@@ -16,10 +16,11 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor import config as inductor
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.fx_passes.post_grad import view_to_reshape
+from torch._inductor.scheduler import SchedulerNode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from isobatch.engine.model_setup.compile_model import compile_model
-from isobatch.engine.model_setup.gpu_graphs import KeptResiduals, SumsWithinSamples
+from isobatch.engine.model_setup.gpu_graphs import KeptResiduals, SumsWithinSamples, WholeEpilogues
 from isobatch.engine.model_setup.layer_blocks import checkpoint_activations, layer_blocks
 from isobatch.engine.noise.keyed_attention import key_dropout
 from isobatch.engine.noise.keyed_noise import KeyedNoise
@@ -135,16 +136,18 @@ def test_all_blocks_are_one_graph(kind: str, adapter: bool, monkeypatch: pytest.
     assert (counters["stats"]["unique_graphs"], dict(counters["graph_break"])) == (2 * (1 + first), {})
 
 
-def test_graphs_for_a_gpu_compute_the_same() -> None:
+@pytest.mark.parametrize(("timed", "whole"), [(False, 0), (True, 1)])
+def test_graphs_for_a_gpu_compute_the_same(timed: bool, whole: int) -> None:
     """Both passes of a block of GPT-2 under bf16, as Inductor gets them: the sum of residual and product is
-    kept and not made again, and only biases' gradients are rounded another way.
+    kept and not made again, and only biases' gradients are rounded another way. Where products are timed, the
+    sum of what GELU's product gives is left alone.
     """
     torch.manual_seed(0)
     config = AutoConfig.for_model("gpt2", vocab_size=53, **FAMILIES["gpt2"])
     block, *_ = layer_blocks(AutoModelForCausalLM.from_config(config).eval())
     states = torch.randn(2, 8, 32)
 
-    def gradients(keep: Any, rewrite: Any) -> tuple[dict[str, Tensor], int]:
+    def gradients(keep: Any, rewrite: Any) -> tuple[dict[str, Tensor], int, int]:
         graphs: list[torch.fx.GraphModule] = []
 
         def inner(graph: torch.fx.GraphModule, *_: Any, **__: Any) -> Any:
@@ -164,11 +167,47 @@ def test_graphs_for_a_gpu_compute_the_same() -> None:
         block.zero_grad()
         adds = graphs[-1].graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)
         given = [[n.meta["val"].dtype for n in add.all_input_nodes] for add in adds]
-        return found, sum({torch.float32, torch.bfloat16} == set(dtypes) for dtypes in given)
+        sums = graphs[-1].graph.find_nodes(op="call_function", target=torch.ops.aten.sum.dim_IntList)
+        rows = [n for n in sums if n.args[1] == [0] and n.args[0].target is torch.ops.aten.reshape.default]
+        return found, sum({torch.float32, torch.bfloat16} == set(dtypes) for dtypes in given), len(rows)
 
-    before, added = gradients(None, lambda _: None)
-    now, kept = gradients(KeptResiduals(), SumsWithinSamples())
-    assert (added, kept) == (1, 0)
+    before, added, all_whole = gradients(None, lambda _: None)
+    with inductor.patch(max_autotune_gemm=timed):
+        now, kept, left = gradients(KeptResiduals(), SumsWithinSamples())
+    assert (added, all_whole, kept, left) == (1, 4, 0, whole)
     for name, gradient in now.items():
         near = float(gradient.abs().max()) / 128 if "bias" in name else 0.0
         torch.testing.assert_close(gradient, before[name], rtol=0, atol=near)
+
+
+def test_what_follows_a_product_is_made_comparable_where_it_alone_reads_it() -> None:
+    """With the loops of both written out as one; not where a sum, another product or a second reader is."""
+
+    class Node(SchedulerNode):
+        def __init__(
+            self, template: bool = False, reduction: bool = False, users: tuple[Any, ...] = ()
+        ) -> None:
+            self.is_template, self.is_reduction = (lambda: template), (lambda: reduction)
+            self.get_outputs = lambda: [SimpleNamespace(users=[SimpleNamespace(node=n) for n in users])]
+            self.node = SimpleNamespace(extract_read_writes=lambda normalize: normalize)
+            self.one_loop = False
+
+        def set_read_writes(self, rw: Any) -> None:
+            self.one_loop = rw
+
+        def refresh_dependencies(self, normalize: bool, need_clear_tiling_cache: bool) -> None:
+            self.one_loop = normalize and not need_clear_tiling_cache
+
+    gelu, norm, other, product = Node(), Node(reduction=True), Node(), Node(template=True)
+    of_output = object()  # what is kept for the backward pass is read by the graph's output, too
+    for users, comparable in (
+        ((gelu, of_output), True),
+        ((norm,), False),
+        ((product,), False),
+        ((gelu, other), False),
+    ):
+        gelu.one_loop = False
+        made = Node(template=True, users=users)
+        nodes = [made, gelu, norm, other, product]
+        assert WholeEpilogues()(nodes) == nodes
+        assert (made.one_loop, users[0].one_loop) == (comparable, comparable), users

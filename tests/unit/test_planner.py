@@ -411,7 +411,8 @@ def test_cpu_micro_batches_stay_small_and_hold_the_longest_sample() -> None:
 
 def test_runs_compile_where_it_pays() -> None:
     plan = planned("h100", recipe={"steps": (1_000_000,)})
-    assert (plan.compile, plan.pad_multiple) == ("on", 8)
+    assert (plan.compile, plan.pad_multiple) == ("max-autotune", 8)
+    assert planned("h100", recipe={"steps": (20_000,)}).compile == "on"
     graphs = planned("h100", compile="reduce-overhead")
     assert (graphs.compile, graphs.pad_multiple) == ("reduce-overhead", 16)  # 128 / 8 shapes
     assert planned("h100", recipe={"steps": (100,)}).compile == "off"
