@@ -355,19 +355,32 @@ def load(folder: Path) -> dict[str, Column]:
     return columns
 
 
-def in_train(test: Path, train: Path) -> np.ndarray:
+def in_train(test: Path, train: Path, facts: Facts) -> np.ndarray:
     """(n,) bool: whether each sample of the prepared `test` is one of `train`, by its tokens where there are
-    such, else by all but weights; none where the columns differ.
+    such, else by all but weights and what it has of `other` samples; none where the columns differ. Of
+    documents that are joined into blocks: whether each document is. `facts`: of either.
     """
     columns, known = load(test), load(train)
     both = columns.keys() & known.keys()
-    names = {"tokens"} & both or {name for name in known if not name.endswith(WEIGHT)}
-    if not names <= both:
+    if "tokens" in both and "prompt" in facts.extra and "form" not in facts.extra:  # running text
+        columns, known = (_documents(of, facts.extra["eos"]) for of in (columns, known))
+    whole = {name for name in known if not name.endswith(WEIGHT) and name.split(".")[0] != "other"}
+    names = {"tokens"} & both or whole
+    if not names <= both or "length" in names:  # of data in a store the tokens are not there
         return np.zeros(count_rows(columns), bool)
     tested, of_train = (zip(*(_row_bytes(of[n]) for n in names), strict=True) for of in (columns, known))
     rows = [*tested]
     again = {*rows}.intersection(of_train)  # training data is passed over once, and none of it is kept
     return np.array([row in again for row in rows], bool)
+
+
+def _documents(columns: Columns, end: int | None) -> dict[str, Column]:
+    """The tokens of blocks or windows as rows that this token ends; as they are where it ends none."""
+    tokens, learn = columns["tokens"], columns.get("learn")
+    assert isinstance(tokens, Ragged)
+    values = tokens.values[learn.values == 1] if isinstance(learn, Ragged) else tokens.values
+    ends = np.flatnonzero(values == end) + 1
+    return {"tokens": Ragged(values, np.append(0, ends)) if len(ends) else tokens}
 
 
 def _row_bytes(column: Column) -> Iterator[bytes]:

@@ -184,7 +184,7 @@ def _hold_out(replay: Replay, file: str, folder: Path) -> list[str]:
         said = str(error).replace("--data ", "--test ").replace("--file ", "--test ")
         raise UserError(f"{said} (it is read as the data of {run.folder} was)") from None
     notes, splits = [*sizes.pop("notes", ())], {name: TEST}
-    again = in_train(folder / TEST, Path(run.facts.folder) / "train")
+    again = in_train(folder / TEST, Path(run.facts.folder) / "train", run.facts)
     if count := int(again.sum()):
         notes.append(f"{count:,} of {len(again):,} rows are in the run's train data too and flatter it")
         if count < len(again) and not sizes:  # sizes are of the whole file

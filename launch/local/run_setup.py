@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import operator
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,10 @@ from isobatch.core.package import CACHE, cache_folder
 from isobatch.core.plan import INVARIANCES, Plan, PlanOptions
 from isobatch.core.strategies import traits_of
 from isobatch.core.terminal import doing, print_lines
+from isobatch.data.base import in_train
 from isobatch.data.digests import FACTS_FILE, changed_file
+from isobatch.data.tokenized import TOKENIZER_FILE
+from isobatch.data.tokenizers import open_tokenizer
 from isobatch.engine import consent
 from isobatch.engine.loading.prepare import CHECK_SECONDS, assumed_facts, folder_of, prepare
 from isobatch.engine.machine.detect import detect
@@ -73,11 +77,34 @@ def prepared_facts(request: Request, task: Any, data: Any) -> Facts:
 
         if model := build_hollow(partial(task.build_model, facts)):
             load_start_weights(origin, model, task, facts, only_check=True)
-    if origin and isinstance(task, KeepsRows):
-        run = Path(origin["run"])
-        said = task.kept_rows(run, facts)[1], task.trained_before(run, facts)
+        if isinstance(task, KeepsRows):
+            run = Path(origin["run"])
+            said = task.kept_rows(run, facts)[1], task.trained_before(run, facts)
+        else:
+            said = (trained_before(RunFolder.open(origin["run"]), facts, request.workload.option_flags()),)
         print_lines(*filter(None, said), quiet=request.run.quiet)
     return facts
+
+
+def trained_before(run: RunFolder, facts: Facts, flags: Collection[str]) -> str:
+    """A line on held-out rows that the run of --from was trained on; "" where there are none, or its prepared
+    data is not here. `flags`: names of the task's. Raises UserError where tokens mean something else now.
+    """
+    if (before := _prepared_facts(run)) is None or before.fingerprint == facts.fingerprint:
+        return ""
+    files = [Path(of.folder) / TOKENIZER_FILE for of in (before, facts)]
+    if all(map(Path.is_file, files)) and operator.ne(*(open_tokenizer(file).get_vocab() for file in files)):
+        raise UserError(f"--from {run.folder}: has another tokenizer: add --tokenizer {run.final}")
+    train, splits = Path(before.folder) / "train", facts.samples.keys() - {"train"}
+    again = {split: in_train(Path(facts.folder) / split, train, facts) for split in sorted(splits)}
+    counts = (f"{a.sum():,} of the {len(a):,} {split} rows" for split, a in again.items() if a.any())
+    old, valid = run.recipe.data, run.recipe.options.get("valid")
+    way = "hold out rows that it never saw" + " by --valid FILE" * ("valid" in flags)
+    if "mix" in flags and not isinstance(valid, str):
+        share = f" --valid {valid:g}" if valid else ""
+        way = f"with new rows in a file of their own --data {old},NEW{share} holds the same out"
+    said = " and ".join(counts)
+    return said and f"--from {run.folder}: it was trained on {said}, which flatters the figures: {way}"
 
 
 def prepare_facts(request: Request) -> Facts:

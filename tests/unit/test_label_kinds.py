@@ -872,7 +872,7 @@ def test_rows_for_a_finished_run_are_read_as_its_own(
     values = label.rows(np.array([0]))[0] if isinstance(label, Ragged) else label[0]
     wanted = {"classes": 2, "multi-label": [0, 0, 1], "regression": 7, "tokens": [1, 2, 0]}
     assert values.tolist() == wanted[kind] or [n for n in values.tolist() if n != NO_LABEL] == wanted[kind]
-    again = in_train(tmp_path / "prepared" / "test", tmp_path / facts.folder / "train")
+    again = in_train(tmp_path / "prepared" / "test", tmp_path / facts.folder / "train", facts)
     assert again.tolist() == [True, True, True, False]
     as_jsonl(tmp_path / "strange.jsonl", [{**new[kind], "label": "other", "tags": ["B-other", "O", "O"]}])
     strange = Labelled(Recipe(task="classifier", data=str(tmp_path / "strange.jsonl")), LabelledOptions())

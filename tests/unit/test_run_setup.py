@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,28 @@ from tokenizers.pre_tokenizers import Whitespace
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
+from isobatch.core.facts import Facts
 from isobatch.core.plan import PlanOptions
+from isobatch.core.recipe import Recipe
+from isobatch.data.labelled.dataset import Labelled
+from isobatch.data.preferences.answers import JudgedAnswers
+from isobatch.data.preferences.dataset import Preferences
+from isobatch.data.sequences import Sequences
+from isobatch.data.text.dataset import Text
+from isobatch.data.tokenized import TokenizedData
+from isobatch.engine.loading.prepare import prepare
 from isobatch.engine.runs.run_folder import FolderTakenError, RunFolder
+from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.cli import guarded
 from isobatch.launch.commands.evaluate import evaluate
-from isobatch.launch.local.arguments import parse_request
+from isobatch.launch.local.arguments import Request, parse_request
 from isobatch.launch.local.run_setup import (
     compare_source,
     create_run,
     locate_data,
     plan_for_training,
     prepare_facts,
+    trained_before,
 )
 
 OWN = """
@@ -41,6 +53,20 @@ class Alone(Data):
 class Line(failing.Line):
     data = Alone
 """
+
+
+KINDS: dict[str, tuple[type[TokenizedData], Callable[[int], dict[str, Any]]]] = {
+    "conversations": (Text, lambda n: {"prompt": f"what is {n}?", "completion": f"it is {n}"}),
+    "documents in blocks": (Text, lambda n: {"text": f"a text on {n} and on {n + 1}"}),
+    "pairs of answers": (
+        Preferences,
+        lambda n: {"prompt": f"and {n}?", "chosen": f"yes {n}", "rejected": "no"},
+    ),
+    "judged answers": (JudgedAnswers, lambda n: {"prompt": f"is {n}?", "completion": f"{n}", "label": n % 2}),
+    "labelled texts": (Labelled, lambda n: {"text": f"all of {n}", "label": n % 2}),
+    "sequences": (Sequences, lambda n: {"text": f"and {n} and {n}"}),
+}
+"""Of each kind of rows its data, and the row of a number."""
 
 
 def ask(folder: Path, *words: str):  # type: ignore[no-untyped-def]
@@ -208,3 +234,42 @@ def test_a_tokenizer_whose_folder_is_gone_is_that_of_final_if_it_is_the_same(tmp
     locate_data(found, run.recipe, None)
     assert found.facts.fingerprint == digests
     assert compare_source(found, None) == ([], [])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_held_out_now_that_the_run_of_from_was_trained_on_are_counted(kind: str, tmp_path: Path) -> None:
+    """Wherever they stand in the new data, and whatever stands beside them."""
+    data, row = KINDS[kind]
+
+    def prepared(name: str, train: Iterable[int], valid: Iterable[int], tokenizer: str | None) -> Facts:
+        (tmp_path / name).mkdir()
+        for split, numbers in (("train", train), ("valid", valid)):
+            lines = (f"{json.dumps(row(n))}\n" for n in numbers)
+            (tmp_path / name / f"{split}.jsonl").write_text("".join(lines))
+        given = Recipe(task="own", data=str(tmp_path / name), max_length=32, tokenizer=tokenizer)
+        return prepare(data(given, data.Options(vocab_size=300)))
+
+    facts = prepared("old", range(20), range(20, 24), None)
+    recipe = Recipe(task="own", data="old", options={"valid": 0.2})
+    run = RunFolder.create(tmp_path / "run", recipe, facts, RunOptions())
+    grown = prepared("grown", [*range(24, 40), *range(16)], [41, 17, 40, 19], facts.folder)
+    said = trained_before(run, grown, ("mix", "valid"))
+    assert said.startswith(f"--from {run.folder}: it was trained on 2 of the 4 valid rows, ")
+    assert said.endswith(" --data old,NEW --valid 0.2 holds the same out")
+    assert trained_before(run, grown, ("valid",)).endswith(
+        ": hold out rows that it never saw by --valid FILE"
+    )
+    kept = prepared("kept", range(30, 40), range(23, 19, -1), facts.folder)
+    assert [trained_before(run, same, ()) for same in (kept, facts)] == ["", ""]
+
+
+def test_data_that_grew_under_its_name_trains_no_other_tokenizer_for_the_run_of_from(tmp_path: Path) -> None:
+    def ask_again(text: str) -> Request:
+        (tmp_path / "rows.csv").write_text("text\n" + "".join(f"{text} {n}\n" for n in range(40)))
+        words = ["--data", str(tmp_path / "rows.csv"), "--vocab-size", "300", "--out", str(tmp_path / "runs")]
+        return parse_request(["--task", "causal-lm", *words], "auto")
+
+    asked = ask_again("a first text on")
+    run = create_run(asked, prepare_facts(asked))
+    with pytest.raises(UserError, match=r"another tokenizer: add --tokenizer .*/final"):
+        trained_before(run, prepare_facts(ask_again("quite other words about")), ())
