@@ -7,7 +7,6 @@ All train the same shape on the same blocks of 1,024 tokens in the same order, i
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
