@@ -54,8 +54,6 @@ NOT_A_TASK = {word: why for why, words in _WORDS["none"].items() for word in wor
 """What other tools call a task -> why there is none of this name, and what to use."""
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Recipe)}
 """Field of a recipe -> its common default."""
-MOVED: dict[str, str] = {}
-"""A model that a recipe names -> where it lies now, in this process."""
 READ_BY_TASKS = ("format", "model", "tokenizer", "revision", "max_length", "dropout", "label_smoothing")
 """Fields of the recipe that the engine never reads: the task or its data do."""
 READ_BY_OPTIMIZERS = ("weight_decay", "adam_beta1", "adam_beta2", "adam_eps")
@@ -101,10 +99,6 @@ class LoadedWorkload:
     def make(self, recipe: Recipe) -> tuple[Task, Data]:
         """The task and data objects of a recipe. Raises UserError where its code may not run."""
         consent.check(recipe)
-        if MOVED:
-            options = {k: MOVED.get(str(v), v) for k, v in recipe.options.items()}
-            models = {name: MOVED.get(str(v := getattr(recipe, name)), v) for name in ("model", "tokenizer")}
-            recipe = dataclasses.replace(recipe, **models, options=options)
         flags.convert(flags_of(Recipe)["optimizer"], recipe.optimizer)  # the task's file may register it
         if (recipe.optimizer == OWN) != self.makes_optimizer:
             why = "its own optimizer" if self.makes_optimizer else "none"

@@ -47,6 +47,12 @@ def require_available(name: str, revision: str | None, flag: str = "--model") ->
         hub_cache.require_hub(flag, name)
 
 
+def last_name(place: str) -> str:
+    """The last folder of a path; of a run's final/ the run."""
+    path = Path(place).expanduser()
+    return path.parent.name if path.name == "final" else path.name
+
+
 @contextlib.contextmanager
 def _asking_the_hub(name: str, revision: str | None, flag: str) -> Iterator[None]:
     """Raise UserError where the hub cannot be reached, or refuses what is asked of it inside."""

@@ -62,15 +62,21 @@ class HeldOutFigures(NamedTuple):
     """What the task says of them."""
 
 
-def render(model: ModelDescription, recipe: Recipe, facts: Facts, measured: HeldOutFigures) -> str:
-    """The text of the card."""
+def render(
+    model: ModelDescription,
+    recipe: Recipe,
+    facts: Facts,
+    measured: HeldOutFigures,
+    here: Recipe | None = None,
+) -> str:
+    """The text of the card. `here`: the recipe with the places where what it names has moved to."""
     splits = measured.metrics
     names = [n for found in splits.values() for n in found if _figure(found[n]) and "latency" not in n]
     rows = [[n, *(_figure(found.get(n)) for found in splits.values())] for n in dict.fromkeys(names)]
     sizes = ", ".join(f"{count:,} in {split}" for split, count in facts.samples.items())
     said = {"samples": sizes.replace(" in ", " samples in ", 1), "data": _short_name(recipe.data)}
     said["measured_on"] = " and ".join(f"all {facts.samples[split]:,} samples of {split}" for split in splits)
-    return _card(model, recipe, facts=facts, measured=measured, rows=rows, **said)
+    return _card(model, recipe, here or recipe, facts=facts, measured=measured, rows=rows, **said)
 
 
 def render_export(model: ModelDescription, recipe: Recipe, of_final: str, measured_on: str) -> str:
@@ -79,20 +85,22 @@ def render_export(model: ModelDescription, recipe: Recipe, of_final: str, measur
     `measured_on`: which weights those were measured with.
     """
     _, found, rest = of_final.partition("\n\n## Data\n")
-    return _card(model, recipe, of_final=rest.replace(WITH_THESE_WEIGHTS, measured_on)) if found else ""
+    return (
+        _card(model, recipe, recipe, of_final=rest.replace(WITH_THESE_WEIGHTS, measured_on)) if found else ""
+    )
 
 
-def _card(model: ModelDescription, recipe: Recipe, **values: Any) -> str:
+def _card(model: ModelDescription, recipe: Recipe, here: Recipe, **values: Any) -> str:
     import yaml
     from jinja2 import Environment
 
     name, fields = recipe.model, dict[str, Any](model.hub_fields)
     # A folder or a hub id; None for a model trained from scratch.
-    base = name if name and (hub.is_id(name) or Path(name).expanduser().is_dir()) else None
-    licence = licence_of(base, recipe.revision) if base else None
+    base = name if name and (hub.is_id(name) or Path(str(here.model)).expanduser().is_dir()) else None
+    licence = licence_of(str(here.model), recipe.revision) if base else None
     fields |= {"base_model": base} if base and hub.is_id(base) else {}
     fields |= {"license": licence} if licence else {}
-    fields |= {"datasets": [recipe.data]} if hub.is_id(recipe.data) and not Path(recipe.data).exists() else {}
+    fields |= {"datasets": [recipe.data]} if hub.is_id(recipe.data) and not Path(here.data).exists() else {}
     fields |= {"tags": ["isobatch", recipe.task.split("/")[-1]]} if fields else {}
     template = Environment(trim_blocks=True, lstrip_blocks=True)
     template.filters["plain"] = _plain
@@ -104,10 +112,7 @@ def _card(model: ModelDescription, recipe: Recipe, **values: Any) -> str:
 
 def _short_name(place: str) -> str:
     """A hub id as it is; of a path the last folder, of a run's final/ the run: places are this machine's."""
-    path = Path(place).expanduser()
-    if not path.exists():
-        return place
-    return path.parent.name if path.name == "final" else path.name
+    return hub.last_name(place) if Path(place).expanduser().exists() else place
 
 
 def licence_of(model: str, revision: str | None) -> str | None:

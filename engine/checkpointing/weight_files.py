@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isobatch.core.errors import UserError
+from isobatch.core.errors import NotHereError, UserError
 from isobatch.engine.checkpointing.checkpoint import CHECKSUMS, SavedCheckpoint
 from isobatch.engine.checkpointing.digests import bytes_digest
 from isobatch.engine.checkpointing.portable_state import HOOK, WEIGHT, saved_weight_names
@@ -55,7 +55,7 @@ def open_start(origin: Mapping[str, Any], task: Task, facts: Facts) -> CarriedOv
     folder = Path(origin["run"]) / "checkpoints" / origin["checkpoint"]
     if not (folder / CHECKSUMS).is_file():
         way = f"put the run {origin['run']} back; verify --level records does without"
-        raise UserError(f"the recipe starts from {folder}, and it is not there: {way}")
+        raise NotHereError(f"the recipe starts from {folder}, and it is not there: {way}")
     if bytes_digest(folder / CHECKSUMS) != origin["digest"]:
         raise UserError(f"the recipe starts from {folder}, and that is another checkpoint now")
     rows = task.kept_rows(Path(origin["run"]), facts)[0] if isinstance(task, KeepsRows) else {}

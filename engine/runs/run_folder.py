@@ -199,6 +199,11 @@ class RunFolder:
     def recipe(self) -> Recipe:
         return Recipe.from_dict(self._recipe_record)
 
+    @functools.cached_property
+    def here(self) -> Recipe:
+        """The recipe with places as they are read. Assigned, what it begins with has moved."""
+        return self.recipe
+
     @property
     def recorded_hash(self) -> str:
         """The recipe's hash when the run was created."""

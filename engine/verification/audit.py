@@ -60,7 +60,7 @@ def _check_records(run: RunFolder) -> LogRecord:
         raise WrongRecordError(problem)
     _check_data(run)
     recipe = run.recipe
-    order = RunOrder.of(recipe, run.facts)
+    order = RunOrder.of(run.here, run.facts)
     unread = ", ".join(workload_of(recipe).unread(recipe, order.task, order.data))
     check(not unread, f"recipe.json sets {unread}, which changes nothing: no launch writes that")
     log = LogRecord(run, order)

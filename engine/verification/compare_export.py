@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isobatch.core.atomic_files import read_json, rows_in
+from isobatch.core.atomic_files import read_json, rows_in, write_json
 from isobatch.core.errors import UserError
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint, phase_and_step
 from isobatch.engine.checkpointing.digests import folder_digests
 from isobatch.engine.checkpointing.weight_files import export_beside
-from isobatch.models import capabilities, model_card
+from isobatch.engine.consent import adapter_base
+from isobatch.models import capabilities, hub, model_card
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,6 +46,9 @@ def compare_export(
         fresh, facts = Path(temporary), run.facts
         task.export(model, fresh, facts)
         export_beside(task, model, saved, fresh, facts)
+        base, config = adapter_base(run.folder), fresh / hub.ADAPTER_CONFIG
+        if run.here != run.recipe and hub.last_name(base) == hub.last_name(str(run.recipe.model)):
+            write_json(config, {**read_json(config), "base_model_name_or_path": base})  # it has moved
         metrics, remark = dict[str, Any](), ""
         if batches and isinstance(task, capabilities.MeasuresExport):
             metrics |= task.final_metrics(model, fresh, facts, batches)
@@ -73,16 +78,17 @@ def is_own_card(run: RunFolder, task: Task, final: Path, unmeasured: str = "") -
     _, step = phase_and_step(last["exported"])
     figures = model_card.HeldOutFigures(measured, before + step, chosen_by, said)
     described = capabilities.description_of(task, final, run.facts)
-    card = model_card.render(described, run.recipe, run.facts, figures)
-    written = (run.final / model_card.FILE).read_text(encoding="utf-8")
+    here, written = run.here, (run.final / model_card.FILE).read_text(encoding="utf-8")
+    if f"\n- {here.data}\n" not in written:  # a folder that is gone may look like a hub id
+        here = dataclasses.replace(here, data=str(run.final))
+    card = model_card.render(described, run.recipe, run.facts, figures, here)
     return _plain_places(card, run.recipe) == _plain_places(written, run.recipe)
 
 
 def _plain_places(card: str, recipe: Recipe) -> str:
     """A card with the last names of the paths that a recipe names."""
     for place in filter(None, (recipe.data, recipe.model)):
-        path = Path(place)
-        card = card.replace(place, path.parent.name if path.name == "final" else path.name)
+        card = card.replace(place, hub.last_name(place))
     return card
 
 

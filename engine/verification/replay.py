@@ -110,7 +110,7 @@ class Replay:
         self.run = run
         self.world = world or Communicator(plan)
         left_out = left_out_steps(run)
-        self.builder = Builder(recipe or run.recipe, run.facts, plan, self.world, left_out=left_out)
+        self.builder = Builder(recipe or run.here, run.facts, plan, self.world, left_out=left_out)
         self.state = self.builder.state
 
     def load_trained(self) -> Path | None:

@@ -84,7 +84,7 @@ def resume(words: Sequence[str]) -> int:
     print_lines(*notes, quiet=run_options.quiet)
     if options.decay:
         consent.require(run.recipe, run.folder, options.trust, run_options)
-        run_setup.locate_data(run, run.recipe, values["recipe"].get("data"))
+        run_setup.locate_data(run, values["recipe"].get("data"))
         run = decayed(run, values["run"].get("name"))
         consent.remember(run.recipe, run_options)
         run_options = dataclasses.replace(run_options, name=run.folder.name)
@@ -106,7 +106,7 @@ def resume(words: Sequence[str]) -> int:
         recipe = run.recipe
         if options.skip_step is not None:
             leave_out(run, *launch_run.steps_to_skip(run, options.skip_step), ASKED)
-        run_setup.locate_data(run, recipe, values["recipe"].get("data"), mend=True)
+        run_setup.locate_data(run, values["recipe"].get("data"), mend=True)
         asked = workload_of(recipe).plan_options(recipe.preset, values["plan"])
         plan = run_setup.plan_for_training(recipe, run.facts, asked, run_options.quiet, run)
         run_setup.store_plan(run, plan)

@@ -120,7 +120,7 @@ def replay_trained(
     """
     from isobatch.engine.verification.replay import Replay
 
-    locate_data(run, run.recipe, data)
+    locate_data(run, data)
     plan = plan_for_this_machine(run.recipe, run.facts, PlanOptions(processes=1, compile="off"))
     replay = Replay(run, plan, recipe)
     if (checkpoint := replay.load_trained()) is None:

@@ -102,7 +102,7 @@ def diff_runs(one: RunFolder, other: RunFolder, level: str = "module") -> dict[s
     if part == "samples" or (level != "step" and parted.kind in ("jump", "drift")):
         try:
             for run in runs:
-                locate_data(run, run.recipe, None)
+                locate_data(run, None)
             found[part] = (
                 parted_samples(runs, parted) if part == "samples" else parted_step(runs, parted, level)
             )

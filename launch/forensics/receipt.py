@@ -28,7 +28,6 @@ from isobatch.core.recipe import HOOK_CODE, Recipe
 from isobatch.core.terminal import doing, print_answer, rendered
 from isobatch.engine import consent
 from isobatch.engine.forensics import receipt as receipts
-from isobatch.engine.registry import MOVED
 from isobatch.engine.runs.run_folder import RunFolder, runs_named
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.engine.verification.audit import audit_records
@@ -43,6 +42,8 @@ from isobatch.models import hub
 
 FILE = "receipt.json"
 NAMESPACE = "isobatch"
+BEGINNINGS = (*consent.NAMED_ONLY, "from", "tokenizer")
+"""What of a recipe `--base` stands for."""
 Content = dict[str, Any]
 """A receipt, as JSON."""
 
@@ -64,7 +65,8 @@ class AuditOptions(DataOptions):
     run: str | None = None
     """The run's folder, if it was handed over; by default the receipt's own where it lies in one."""
     base: str | None = None
-    """Where the model lies now with which it begins (--teacher, --pruned, --model): a run, or its final/."""
+    """Where that lies now with which it begins (--teacher, --pruned, --model, --from): a run, its final/, or
+    a folder that holds each by its name."""
     steps: Positive = 3
     """Least number of steps to make again from each starting point."""
     processes: Positive = 1
@@ -89,7 +91,7 @@ def receipt(words: Sequence[str]) -> int:
     The run's records are checked first: a receipt of a run that `verify --level records` refuses is not made.
     """
     run, options = run_setup.open_single_run(words, "receipt", ReceiptOptions, finished=True)
-    run_setup.locate_data(run, run.recipe, options.data)
+    run_setup.locate_data(run, options.data)
     file = Path(options.out).expanduser() if options.out else run.folder / FILE
     content = receipt_of(run)
     text = atomic_files.json_text(content, ensure_ascii=False) + "\n"
@@ -138,19 +140,18 @@ def audit_receipt(file: Path, options: AuditOptions) -> Finding:
     """Check a receipt. Raises UserError where it is none, or its data cannot be had."""
     content, found = read_receipt(file), Finding()
     recipe, hashed = Recipe.from_dict(content["recipe"]), content["recipe_hash"]
-    named = {recipe.model, recipe.tokenizer, *(recipe.options.get(name) for name in ("teacher", "pruned"))}
-    if options.base is not None:
-        base = hub.resolve_model(str(Path(options.base).expanduser().resolve()), "--base")
-        MOVED.update({str(place): base for place in named if place and not Path(place).exists()})
+    here = recipe if options.base is None else recipe_here(recipe, options.base)
     try:
         _check_signature(file, options.signers, found)
         check(recipe.hash() == hashed, f"its recipe hashes to {recipe.hash()}, and it says {hashed}")
         with _folder(file, content, options) as (run, handed_over):
-            consent.require(recipe, run.folder, options.trust)
+            run.here = here
+            for one in (recipe, here):
+                consent.require(one, run.folder, options.trust)
             doing("looking for the data")
-            run_setup.locate_data(run, recipe, options.data)
+            run_setup.locate_data(run, options.data)
             doing("comparing the samples of every step")
-            receipts.check_order(content, recipe, run.facts)
+            receipts.check_order(content, here, run.facts)
             steps = sum(content["phases"].values())
             found.checked.append(f"recipe and data, the samples of all {steps:,} steps")
             (_check_against_run if handed_over else _check_first_steps)(run, content, options, found)
@@ -161,6 +162,28 @@ def audit_receipt(file: Path, options: AuditOptions) -> Finding:
     except (WrongRecordError, TrainingError) as error:
         found.problems.append(str(error))
     return found
+
+
+def recipe_here(recipe: Recipe, base: str) -> Recipe:
+    """A recipe with the places where what it begins with lies now: what is gone lies in the folder `base` by
+    its last name, or is `base` itself where that is one model. Raises UserError.
+    """
+    folder, here, begun = Path(base).expanduser().resolve(), dict[str, str](), recipe.starts_from
+    folder = folder.parent if folder.name == "final" and (folder.parent / "recipe.json").is_file() else folder
+    named = [(name, place) for name, place in consent.places(recipe) if name in BEGINNINGS]
+    gone = {n: p for n, p in named if not (Path(p).expanduser().exists() or hub.snapshot(p, recipe.revision))}
+    models = {hub.last_name(place) for name, place in gone.items() if name != "tokenizer"}
+    unknown = sorted(name for name in models if not (folder / name).exists())
+    if unknown and len(models) > 1:
+        all_of = f"give a folder that holds {', '.join(sorted(models))} by these names"
+        raise UserError(f"--base {base}: holds no {' and no '.join(unknown)}: {all_of}")
+    for name, place in gone.items():
+        at = at if (at := folder / hub.last_name(place)).exists() else folder
+        at = at / "final" if name != "from" and (at / "final").is_dir() else at
+        here[name] = hub.resolve_model(str(at), "--base") if name in consent.NAMED_ONLY else str(at)
+    options = recipe.options | {name: here.pop(name) for name in ("teacher", "pruned") if name in here}
+    begun = {**begun, "run": here.pop("from")} if begun and "from" in here else begun
+    return dataclasses.replace(recipe, **here, options=options, starts_from=begun)  # type: ignore[arg-type]
 
 
 def read_receipt(file: Path) -> Content:
@@ -188,7 +211,12 @@ def _folder(file: Path, content: Content, options: AuditOptions) -> Iterator[tup
         recipe, facts = Recipe.from_dict(content["recipe"]), Facts.from_dict(content["facts"])
         run = RunFolder.create(Path(temporary) / "audited", recipe, facts, RunOptions(quiet=True))
         run.write_plan(Plan.from_dict(content["plan"]))
-        yield run, False
+        try:
+            yield run, False
+        except UserError as error:
+            said = str(error).replace(f"verify {run.folder} --level records", f"receipt check {file}")
+            error.args = (said.replace(str(run.folder), str(file)),)
+            raise
 
 
 def _check_against_run(run: RunFolder, content: Content, options: AuditOptions, found: Finding) -> None:
@@ -201,7 +229,8 @@ def _check_against_run(run: RunFolder, content: Content, options: AuditOptions, 
     found.unknown += [f"{name}/, which is not here" for name in exports if name not in there]
     found.unknown += [f"{name}/, which the receipt does not name" for name in there if name not in exports]
     found.checked.append(f"{run.folder} is the run")
-    report = verify_run(run, VerifyOptions(steps=options.steps, processes=options.processes))
+    asked = VerifyOptions(steps=options.steps, processes=options.processes, data=options.data)
+    report = verify_run(run, asked)
     found.problems += report["problems"]
     found.unknown += report["unproven"] + [f"taken on trust: {what}" for what in report["trusted"]]
     found.checked.append(report["coverage"])

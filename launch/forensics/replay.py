@@ -67,7 +67,7 @@ def open_replay(run: RunFolder, options: ReplayOptions) -> tuple[Replay, Window]
     phase, step = options.phase or last.get("phase"), options.step or last.get("step")
     if phase is None or step is None:
         raise UserError(f"{run.folder}: no step is logged: say which one with --step and --phase")
-    locate_data(run, run.recipe, options.data)
+    locate_data(run, options.data)
     doing(f"replaying step {step} of {phase}")
     micro_batch = options.micro_batch or run.plan.micro_batch_samples
     wished = run.plan.precision if options.precision == "auto" else options.precision

@@ -63,7 +63,7 @@ def answer_question(run: RunFolder, options: SeenOptions) -> dict[str, Any]:
     if run.recipe.hash() != run.recorded_hash:
         raise UserError(f"{run.folder}/recipe.json was changed: the order of its samples is not known")
     doing("looking for the data")
-    locate_data(run, run.recipe, options.data)
+    locate_data(run, options.data)
     order = RunOrder.of(run.recipe, run.facts)
     counted = order.counted_steps(run)
     answer: dict[str, Any] = {

@@ -22,7 +22,9 @@ from isobatch.core.facts import Facts
 from isobatch.core.flags import Interval
 from isobatch.core.package import TRAIN_SCRIPT
 from isobatch.core.plan import Plan, PlanOptions
+from isobatch.core.recipe import Recipe
 from isobatch.core.terminal import doing
+from isobatch.engine import consent
 from isobatch.engine.optimization.left_out import copy_asked
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import RunFolder
@@ -54,7 +56,7 @@ def plan_to_redo(run: RunFolder, micro_batch: int, **asked: Any) -> Plan:
     own: dict[str, Any] = {"processes": 1, "strategy": "single", "activation_checkpointing": "off"}
     own |= {"precision": run.plan.precision, "attention": attention, **asked}
     options = PlanOptions(micro_batch=min(micro_batch, run.recipe.batch_size), compile="off", **own)
-    return dataclasses.replace(plan_for_this_machine(run.recipe, run.facts, options), reduction="explicit")
+    return dataclasses.replace(plan_for_this_machine(run.here, run.facts, options), reduction="explicit")
 
 
 def redo(run: RunFolder, jobs: Jobs, owns_process: bool = True) -> list[Redone]:
@@ -67,7 +69,8 @@ def redo(run: RunFolder, jobs: Jobs, owns_process: bool = True) -> list[Redone]:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         asked = [{"plan": plan.to_dict(), "job": dataclasses.asdict(job)} for plan, job in jobs]
-        task = {"run": str(run.folder.resolve()), "facts": run.facts.to_dict(), "jobs": asked}
+        known = {"facts": run.facts.to_dict(), "here": run.here.to_dict()}
+        task = {"run": str(run.folder.resolve()), "jobs": asked, **known}
         atomic_files.write_json(folder / "task.json", task)
         words = (str(TRAIN_SCRIPT), "--redo", str(folder))
         code, _ = launch_workers(jobs[0][0], words, folder, forward_signals=owns_process)
@@ -103,7 +106,8 @@ def redo_task_file(folder: Path) -> int:
     task = atomic_files.read_json(folder / "task.json")
     jobs = [(Plan.from_dict(asked["plan"]), Job.from_dict(asked["job"])) for asked in task["jobs"]]
     run = open_run(task["run"])
-    run.facts = Facts.from_dict(task["facts"])
+    run.facts, run.here = Facts.from_dict(task["facts"]), Recipe.from_dict(task["here"])
+    consent.require(run.here, run.folder)
     _redo_here(run, jobs, folder)
     return DONE
 
@@ -132,7 +136,7 @@ def replay_in_full(run: RunFolder, plan: Plan, proof: Proof, log: LogRecord, own
             return True
         allowed, _ = tolerances(run, plan, log.steps)
         proof.problems += _wrong_evaluations(run, again, allowed)
-        task, _ = workload_of(run.recipe).make(run.recipe)
+        task, _ = workload_of(run.here).make(run.here)
         same_files = compare_folders(run.final, again.final)["identical"]
         identical = bool(same_files and is_own_card(run, task, again.final))
         if identical:

@@ -283,7 +283,7 @@ READ_ONCE = ("data", "tokenizer", "valid")
 """Places of a recipe that are read where its data is prepared, and not after."""
 
 
-def locate_data(run: RunFolder, recipe: Recipe, data: str | None, mend: bool = False) -> None:
+def locate_data(run: RunFolder, data: str | None, mend: bool = False) -> None:
     """Make sure that the run's prepared data exists, prepared anew where the cache has lost it.
 
     `data`: where the source lies now. The run's folder stays as it is: what was found counts in this process.
@@ -291,17 +291,17 @@ def locate_data(run: RunFolder, recipe: Recipe, data: str | None, mend: bool = F
     Raises UserError where the task's code or the samples have changed, or the recipe names places that this
     user has not agreed to.
     """
-    if changed := task_file_problem(recipe):
+    if changed := task_file_problem(run.recipe):
         raise UserError(changed)
     here = None if data else _prepared_facts(run)
     if here and mend and changed_file(Path(here.folder), CHECK_SECONDS):
         here = None  # it is read anew, so asked for
-    consent.require_reading(recipe, run.folder, READ_ONCE if here else ("data",) if data else ())
+    consent.require_reading(run.recipe, run.folder, READ_ONCE if here else ("data",) if data else ())
     keep = run.write_facts if mend else partial(setattr, run, "facts")
     if here:
         keep(here)
         return
-    data_source = _source(run, recipe, data)
+    data_source = _source(run, data)
     try:
         data_source.check()
     except UserError as error:
@@ -314,11 +314,11 @@ def locate_data(run: RunFolder, recipe: Recipe, data: str | None, mend: bool = F
     keep(new_facts)
 
 
-def _source(run: RunFolder, recipe: Recipe, data: str | None) -> Data:
-    """The data of a recipe, at `data` if it has moved. Where the folder of its tokenizer is gone, it has that
+def _source(run: RunFolder, data: str | None) -> Data:
+    """The data of a run, at `data` if it has moved. Where the folder of its tokenizer is gone, it has that
     of the run's final/: one that differs makes other data, which its fingerprint shows.
     """
-    named = recipe.tokenizer
+    recipe, named = run.here, run.here.tokenizer
     is_gone = named and not hub_cache.is_id(named) and not Path(named).expanduser().exists()
     tokenizer = str(run.final) if is_gone and (run.final / "tokenizer.json").is_file() else named
     here = dataclasses.replace(recipe, data=data or recipe.data, tokenizer=tokenizer)
@@ -331,7 +331,7 @@ def held_out(run: RunFolder, data: str | None = None) -> tuple[str, Batches]:
     """
     from isobatch.engine.train.evaluate import host_batches
 
-    locate_data(run, run.recipe, data)
+    locate_data(run, data)
     source, folder = workload_of(run.recipe).make(run.recipe)[1], Path(run.facts.folder)
     found = first_held_out(run.facts.samples) or "train"
     return found, lambda split=found: host_batches(source.open(folder, split))
@@ -341,7 +341,7 @@ def compare_source(run: RunFolder, data: str | None) -> tuple[list[str], list[st
     """(what speaks against that the run's prepared data is made of what its recipe names, else that this was
     taken on trust): a sentence, or a phrase. `data`: where the source lies now.
     """
-    source = _source(run, run.recipe, data)
+    source = _source(run, data)
     try:
         consent.require_reading(run.recipe, run.folder, ("data",) if data else ())
         source.check()

@@ -79,7 +79,7 @@ def verify_run(run: RunFolder, options: VerifyOptions, owns_process: bool = True
     proof = Proof(options.level, problems=recipe_problems(run))
     cut: dict[str, Any] = {}
     if not proof.problems:
-        locate_data(run, run.recipe, options.data)
+        locate_data(run, options.data)
         doing("checking the records")
         proof.unproven, proof.trusted = compare_source(run, options.data)
         proof.problems, proof.log = audit_records(run)
@@ -154,7 +154,7 @@ def redo_first_steps(run: RunFolder, trained: Sequence[int], steps: int, process
     options = VerifyOptions(steps=steps, processes=processes)
     own = None if run.plan.invariance == "exact" else _own_plan(run, options)
     plan = own or _other_plan(run, options)
-    phase = next(iter(workload_of(run.recipe).make(run.recipe)[0].phases())).name
+    phase = next(iter(workload_of(run.here).make(run.here)[0].phases())).name
     proof = Proof("steps")
     if not trained:
         return proof
@@ -195,7 +195,7 @@ def _missing_checkpoint(run: RunFolder, log: LogRecord, closing: list[Window]) -
 
 def _wrong_class(run: RunFolder, draws_noise: bool) -> list[str]:
     """A plan may not claim a looser class than recipe, precision and model have: more would be allowed."""
-    plan, (task, _) = run.plan, workload_of(run.recipe).make(run.recipe)
+    plan, (task, _) = run.plan, workload_of(run.here).make(run.here)
     size = task.model_size(run.facts)
     has, _ = choose_invariance(run.recipe, plan.precision, plan.compile != "off", draws_noise, size.rounds)
     if INVARIANCES.index(plan.invariance) <= INVARIANCES.index(has):

@@ -48,7 +48,7 @@ def training_neighbours(
     The training texts' vectors are kept in the run's folder, (n, H) float16. Raises UserError where the data
     is not there any more, or is another.
     """
-    locate_data(run, run.recipe, None)
+    locate_data(run, None)
     data: Any = workload_of(run.recipe).make(run.recipe)[1]
     if folder_of(data) != Path(run.facts.folder):
         raise UserError(f"--neighbours: {run.recipe.data} is not what {run.folder} learnt: put that back")

@@ -273,7 +273,7 @@ def test_data_that_a_run_names_is_not_written_beside(home: Path) -> None:
     """The teacher's answers are kept beside prepared data, so that must be this user's."""
     run = RunFolder.open(received(home, folder=str(home / "data")))
     with pytest.raises(UserError, match="the data is not what"):
-        locate_data(run, run.recipe, None)
+        locate_data(run, None)
     assert sorted(p.name for p in home.iterdir()) == [".config", ".ssh", "data", "mine.jsonl", "runs"]
 
 

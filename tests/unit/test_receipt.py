@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import shutil
@@ -16,12 +17,19 @@ import isobatch
 from isobatch.core.errors import TrainingError, UserError
 from isobatch.core.recipe import Recipe
 from isobatch.engine.forensics import receipt as receipts
-from isobatch.engine.registry import MOVED, workload
 from isobatch.engine.runs.run_folder import RunFolder
-from isobatch.launch.forensics.receipt import AuditOptions, Finding, audit, audit_receipt, receipt
+from isobatch.launch.forensics.receipt import (
+    AuditOptions,
+    Finding,
+    audit,
+    audit_receipt,
+    receipt,
+    recipe_here,
+)
 from isobatch.launch.local.process_state import preserve_process_state
 from isobatch.launch.local.verify_run import VerifyOptions, verify_run
 from isobatch.tests.paths import ROOT
+from isobatch.tests.tiny_models import save_gpt2, write_stories
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -205,16 +213,72 @@ def test_a_receipt_from_before_exports_were_named_holds(made: Fixtures, tmp_path
     assert audited(file, run=str(made.run)).problems == []
 
 
-def test_a_model_that_has_moved_is_read_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of a pruned run on an auditor's machine; the recipe itself stays as it was signed."""
-    recipe, _ = workload("pruning").complete({"model": "tiny", "tokenizer": "gone/away"})
-    recipe = dataclasses.replace(recipe, options={**recipe.options, "teacher": "gone/away"})
-    before = recipe.hash()
-    monkeypatch.setitem(MOVED, "gone/away", "here")
-    task, data = workload("pruning").make(recipe)
-    assert (task.recipe.model, task.recipe.tokenizer, data.recipe.tokenizer) == ("tiny", "here", "here")
-    assert (task.recipe.options["teacher"], task.options.teacher) == ("here", "here")  # type: ignore[attr-defined]
-    assert recipe.hash() == before != task.recipe.hash()
+PLACES = ("model", "tokenizer", "teacher", "pruned", "from")
+
+
+@pytest.mark.parametrize("base", ["", "gone", "gone/final"])
+@pytest.mark.parametrize("moved", PLACES)
+def test_what_a_recipe_begins_with_is_read_where_it_lies(moved: str, base: str, tmp_path: Path) -> None:
+    """In a folder under its name, or as --base itself; what is in its place stays, and a preset."""
+    for folder in ("new/gone/final", "old/stays"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "config.json").write_text("{}")
+    for name in ("recipe.json", "facts.json"):
+        (tmp_path / "new" / "gone" / name).write_text("{}")
+    old = {name: f"{tmp_path}/old/{'gone' if name == moved else 'stays'}" for name in PLACES}
+    old["model"] += "/final" if moved == "model" else ""
+    options = {"teacher": old["teacher"], "pruned": old["pruned"], "bits": 4, "text_column": "a/b"}
+    begun = {"run": old["from"], "checkpoint": "train-4", "digest": "0"}
+    fields: dict[str, Any] = {"model": old["model"], "tokenizer": old["tokenizer"], "starts_from": begun}
+    recipe = Recipe(task="qat", options=options, **fields)
+    here = recipe_here(recipe, str(tmp_path / "new" / base))
+    new = old | {moved: f"{tmp_path}/new/gone{'' if moved == 'from' else '/final'}"}
+    assert here.options == options | {name: new[name] for name in ("teacher", "pruned")}
+    found = here.model, here.tokenizer, here.starts_from
+    assert found == (new["model"], new["tokenizer"], {**begun, "run": new["from"]})
+    assert recipe_here(dataclasses.replace(recipe, model="tiny"), str(tmp_path / "new")).model == "tiny"
+
+
+def test_one_model_does_not_stand_for_two(tmp_path: Path) -> None:
+    recipe = Recipe(task="qat", model=f"{tmp_path}/a/final", options={"teacher": f"{tmp_path}/b"})
+    (tmp_path / "new" / "a").mkdir(parents=True)
+    with pytest.raises(UserError, match="holds no b: give a folder that holds a, b by these names"):
+        recipe_here(recipe, str(tmp_path / "new"))
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with texts, models and the run and receipt of an adapter that was trained on them."""
+    folder = tmp_path_factory.mktemp("adapted")
+    (folder / "d" / "texts").mkdir(parents=True)
+    write_stories(folder / "d" / "texts" / "train.txt")
+    for seed, name in enumerate(("lm", "big")):
+        save_gpt2(folder / "m" / name, 300, seed)
+        (folder / "m" / name / "README.md").write_text("---\nlicense: mit\n---\n")
+    with contextlib.chdir(folder):
+        places = {"data": "d/texts", "model": "m/lm", "teacher": str(folder / "m" / "big")}
+        sizes = {"steps": 2, "batch_size": 4, "max_length": 16}
+        recipe = isobatch.Recipe(task="causal-lm", **places, **sizes, adapter="lora")
+        isobatch.train(recipe, name="adapted", quiet=True)
+        assert receipt(["runs/adapted", "--out", "receipt.json"]) == 0
+    return folder
+
+
+@pytest.mark.parametrize("moved", ["m/lm", "d/texts", "m/lm m/big d/texts"])
+def test_a_receipt_holds_where_what_it_begins_with_has_moved(
+    moved: str, adapted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its card, export, steps and metrics."""
+    monkeypatch.chdir(adapted)
+    for place in moved.split():
+        shutil.move(place, tmp_path)
+    try:
+        data = str(tmp_path / "texts") if "texts" in moved else None
+        options = {"run": "runs/adapted", "base": str(tmp_path), "data": data, "trust": True}
+        assert audited(Path("receipt.json"), **options).problems == []
+    finally:
+        for place in moved.split():
+            shutil.move(tmp_path / Path(place).name, place)
 
 
 def with_export(made: Fixtures, folder: Path) -> tuple[RunFolder, Path]:

@@ -107,10 +107,10 @@ def test_facts_are_not_what_the_run_says_where_they_were_changed(tmp_path: Path)
     )
     run = RunFolder(run.folder)
     with pytest.raises(UserError, match=r"facts\.json was changed: samples differs from the data's"):
-        locate_data(run, run.recipe, None)
+        locate_data(run, None)
     atomic_files.write_json(run.folder / "facts.json", {**facts, "folder": "elsewhere"})
     run = RunFolder(run.folder)
-    locate_data(run, run.recipe, None)
+    locate_data(run, None)
     assert run.facts.folder == facts["folder"]
 
 
@@ -225,13 +225,13 @@ def test_a_tokenizer_whose_folder_is_gone_is_that_of_final_if_it_is_the_same(tmp
     run.final.rename(tmp_path / "first.away")
     (tmp_path / "other").rename(run.final)
     with pytest.raises(UserError, match="the data is not what"):
-        locate_data(RunFolder(run.folder), run.recipe, None)
+        locate_data(RunFolder(run.folder), None)
     run.final.rename(tmp_path / "other")
     with pytest.raises(UserError, match="no such folder or file; put it back, say where it lies now"):
-        locate_data(RunFolder(run.folder), run.recipe, None)
+        locate_data(RunFolder(run.folder), None)
     (tmp_path / "first.away").rename(run.final)
     found = RunFolder(run.folder)
-    locate_data(found, run.recipe, None)
+    locate_data(found, None)
     assert found.facts.fingerprint == digests
     assert compare_source(found, None) == ([], [])
 

@@ -129,7 +129,7 @@ class Slurm(Cluster):
         """Nodes on which srun could start nothing; Slurm may not have noticed yet."""
         self._listener = socket.create_server(("", 0))
         """Open as long as this process is there, for nodes that ask whether it is."""
-        locate_data(run, run.recipe, None, mend=True)
+        locate_data(run, None, mend=True)
 
     def requeue_or_stop(self, run: RunFolder, reason: str) -> None:
         """After a stop: requeue the job if it made progress, and say so. `reason`: as JobStop says it."""
