@@ -176,12 +176,14 @@ class Labelled(TokenizedData):
         kind, splits, found_notes = self._read_labels(rows, columns)
         notes += found_notes
         counts, rows_of_train = splits["train"].counts(), len(splits["train"])
-        if fixed := self.known is not None:
+        held = len(splits["valid"])
+        fixed = self.known and self.known.extra["labels"]
+        labels = fixed or reading.learnt_names(kind, splits, self.recipe.data)
+        if fixed:
             del splits["train"]
-        labels = reading.learnt_names(kind, splits, self.recipe.data, self.known)
+            notes += reading.leave_out_unknown(splits, rows, labels)
         if rare := [str(name) for name in labels if counts[name] == 1 and not fixed]:
             notes.append(f"labels of one training row each: {reading.first_names(rare)}")
-        held = len(splits["valid"])
         most = UNPROVEN ** (1 / (1 + int(SUREST * held)))
         if kind.name == "classes" and not fixed and most < 0.99:
             said = f"rows, were all answered right, show a precision of {int(100 * most) / 100} at most"
@@ -216,6 +218,7 @@ class Labelled(TokenizedData):
             **self._tokenizer_facts(tokenizer, special),
             **({} if kind.name == "classes" else {"problem": kind.name}),
             **{"labels": labels, "label_counts": of_train.tolist(), "notes": notes},
+            **({"splits": {"valid": {"unknown": held - len(splits["valid"])}}} if fixed else {}),
         }
         if (asked := self.options.class_weights) is not None and not fixed:
             weights = reading.class_weights(asked, kind, labels, of_train, rows_of_train)
@@ -235,7 +238,7 @@ class Labelled(TokenizedData):
         if path_of(self.recipe.data) is None:  # of a hub data set the splits are known now
             corpora.check_valid(self.options.valid, splits, self.recipe.data)
         empty = reading.leave_out(
-            splits, rows, columns.text, lambda split: [one == reading.NO_TEXT for one in split.labels]
+            splits, rows, lambda of: [one == reading.NO_TEXT for one in of.labels], f"no {columns.text}"
         )
         if splits.get("test") and {*splits["test"].labels} <= {*reading.WITHHELD_LABELS}:
             del splits["test"]
@@ -245,7 +248,7 @@ class Labelled(TokenizedData):
         why = "rows hold U+0080 to U+009F: Windows-1252 was read as Latin-1: save it anew from its source"
         notes += [f"{split}: {found.misread:,} {why}" for split, found in splits.items() if found.misread]
         notes += empty + reading.leave_out(
-            splits, rows, columns.label, lambda split: [n is None for n in split.named(kind).names]
+            splits, rows, lambda of: [n is None for n in of.named(kind).names], f"no {columns.label}"
         )
         if self.known is None:
             kind.compare(splits["train"])

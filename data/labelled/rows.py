@@ -23,7 +23,6 @@ from isobatch.data.preparation.encoding import text_hash
 from isobatch.data.tables.delimited import USUAL_COLUMNS, simple_name
 
 if TYPE_CHECKING:
-    from isobatch.core.facts import Facts
     from isobatch.data.labelled.kinds import LabelKind
 
 MAX_TEXT_CHARACTERS = 1_000_000
@@ -285,29 +284,25 @@ class SplitLabels:
                 found[name] += rows
         return found
 
-    def where(self, name: str) -> str:
-        """File and line of the first row with this name."""
-        both = zip(self.first, self.names, strict=True)
-        return next(where for where, names in both if name in (names or ()))
-
 
 def leave_out(
     splits: dict[str, SplitLabels],
     rows: dict[str, Callable[[], readers.LocatedRows]],
-    what: str,
     lack: Callable[[SplitLabels], Iterable[bool]],
+    what: str,
+    more: str = "fill these cells to keep them",
 ) -> list[str]:
     """Take out of both the rows that lack something: a line for each split that has such.
 
-    `what`: their column; `lack`: whether rows do, for each label of a split.
+    `lack`: whether rows do, for each label of a split; `what` they have; `more` that is said of them.
     """
     notes = []
     for split, found in splits.items():
         lacking = np.array([*lack(found)], bool)[found.codes]
         if count := int(lacking.sum()):
             first = found.first[found.codes[lacking.argmax()]]
-            said = f"{split}: {count:,} of {len(found):,} rows have no {what} and are left out (the first:"
-            notes.append(f"{said} {first}): fill these cells to keep them")
+            said = f"{split}: {count:,} of {len(found):,} rows have {what} and are left out"
+            notes.append(f"{said} (the first: {first}): {more}")
             splits[split] = found.take(~lacking)
             rows[split] = partial(taken, rows[split], ~lacking)
     return notes
@@ -327,19 +322,34 @@ def contradictions(split: SplitLabels, values: np.ndarray, examples: Iterable[Ex
     return [f"{len(other):,} rows have the text of an earlier row and another label: {'; '.join(pairs)}"]
 
 
-def learnt_names(
-    kind: LabelKind, splits: Mapping[str, SplitLabels], data: str, known: Facts | None = None
+def leave_out_unknown(
+    splits: dict[str, SplitLabels], rows: dict[str, Callable[[], readers.LocatedRows]], learnt: list[str]
 ) -> list[str]:
-    """The names to learn, of the training split: see `LabelKind.names`; or those that a run has learnt.
+    """As `leave_out`, of a file that is measured the rows with a label that the model has not learnt.
 
-    Raises UserError for too few or too many, and for labels that are none of them.
+    Raises UserError where all have one.
     """
-    names: list[str] = known.extra["labels"] if known else kind.names([*splits["train"].counts()], data)
+    counts = splits["valid"].counts().most_common()
+    strange = first_names([f"{name} ({count:,})" for name, count in counts if name not in learnt])
+    what, more = "a label that the model does not know", f"{strange}; it knows {first_names(learnt)}"
+    known = {*learnt}
+    notes = leave_out(splits, rows, lambda of: [not known >= {*(one or ())} for one in of.names], what, more)
+    if not len(splits["valid"]):
+        raise UserError(f"{notes[0].removeprefix('valid: ')}: --label-column takes another column")
+    return notes
+
+
+def learnt_names(kind: LabelKind, splits: Mapping[str, SplitLabels], data: str) -> list[str]:
+    """The names to learn, of the training split: see `LabelKind.names`.
+
+    Raises UserError for too few or too many, and for held-out labels that are none of them.
+    """
+    names = kind.names([*splits["train"].counts()], data)
     for split, rows in splits.items():
-        if strange := next((name for name in rows.counts() if name not in names), None):
-            what = f"the {split} split has the label {strange}, which no training row has"
-            what = f"the label {strange} is none of the run's: {first_names(names)}" if known else what
-            raise UserError(f"{rows.where(strange)}: {what}")
+        for where, found in zip(rows.first, rows.names, strict=True):
+            if strange := {*(found or ())} - {*names}:
+                what = f"the {split} split has the label {min(strange)}, which no training row has"
+                raise UserError(f"{where}: {what}")
     return names
 
 

@@ -130,7 +130,7 @@ class PlainText:
 
         Raises UserError for a text of fewer than two tokens.
         """
-        counts, rows = Counter[str](), RowCounts()
+        rows = RowCounts()
         texts = self._read(split, self.cleaning, rows)
         encoder = PlainTextEncoder(
             tokenizer=settings.tokenizer,
@@ -139,8 +139,7 @@ class PlainText:
             eos=settings.special_ids["eos"],
         )
         found, facts = encode_whole(encoder, f"{self.name}, {split}", texts, settings.workshop)
-        for of_shard in facts:
-            counts.update(of_shard)
+        counts = sum(map(Counter, facts), Counter[str]())
         if self.corpus.is_stream:
             counts["lines"] += not facts or facts[-1]["open"]
         self.total.update(rows)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from isobatch.core.errors import UserError, first_line, nearest_file
 from isobatch.core.extras import need
+from isobatch.core.flags import spelling
 from isobatch.core.number_ranges import Positive
 from isobatch.core.plan import PlanOptions
 from isobatch.core.terminal import format_metrics, print_answer, print_lines
@@ -18,7 +19,7 @@ from isobatch.data.base import TEST, fingerprint, in_train, load, save
 from isobatch.data.digests import file_hash
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import RunFolder, finished_run, run_around
-from isobatch.launch.local.arguments import read_command
+from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.local.options import DataOptions
 from isobatch.launch.local.run_setup import locate_data, one_run, open_run, plan_for_this_machine
 from isobatch.models import hub, lora
@@ -51,12 +52,16 @@ class EvaluateOptions(DataOptions):
 
 
 def evaluate(words: Sequence[str]) -> int:
-    """Usage: evaluate RUN [--split valid | --test FILE | --lm-eval TASKS] [--json]
+    """Usage: evaluate RUN [--split valid | --test FILE [--text-column NAME] [--label-column NAME] |
+    --lm-eval TASKS] [--json]
 
     The newest checkpoint on held-out data. RUN may be an ONNX file of a classifier in its run, or the folder
-    of one, such as RUN/chosen: then that is measured.
+    of one, such as RUN/chosen: then that is measured. Every flag by which the run's task finds a column does
+    so in FILE.
     """
-    positional, options = read_command(words, EvaluateOptions, "evaluate")
+    positional, flags = split_words(words)
+    asked = {name: flags.pop(name) for name in [*flags] if name.endswith("_column")}
+    options = command_options(flags, EvaluateOptions, "evaluate")
     if len(positional) == 2 and Path(positional[1]).is_file():
         raise UserError(f"evaluate: a file of samples is given as --test {positional[1]}")
     place = finished_run(one_run(positional, "evaluate"))
@@ -68,9 +73,11 @@ def evaluate(words: Sequence[str]) -> int:
     given = {"--split": options.split, "--test": options.test, "--lm-eval": options.lm_eval}
     if len(both := [flag for flag, value in given.items() if value]) > 1:
         raise UserError(f"{' and '.join(both)} exclude each other: give one of them")
+    if other := asked.keys() - (run.recipe.options if options.test else ()):
+        raise UserError(f"{spelling(other.pop())}: is for --test FILE, a column that {run.recipe.task} reads")
     if options.limit and not options.lm_eval:
         raise UserError(f"--limit {options.limit}: is for --lm-eval")
-    metrics, kept = _ask_harness(run, options) if options.lm_eval else _measure_samples(run, options, form)
+    metrics, kept = _ask_harness(run, options) if options.lm_eval else _measure(run, options, asked, form)
     try:
         for row in kept:
             run.keep_evaluation(row)
@@ -80,9 +87,9 @@ def evaluate(words: Sequence[str]) -> int:
     return print_answer(metrics, "\n".join(lines), options.json)
 
 
-def _measure_samples(run: RunFolder, options: EvaluateOptions, form: Path | None) -> Measured:
+def _measure(run: RunFolder, options: EvaluateOptions, asked: dict[str, str], form: Path | None) -> Measured:
     """Metrics of each split, also of baselines that are kept beside the model; of its ONNX file `form` where
-    one is given. Raises UserError.
+    one is given. `asked`: the columns that flags name. Raises UserError.
     """
     from isobatch.engine.train.evaluate import host_batches
 
@@ -91,7 +98,7 @@ def _measure_samples(run: RunFolder, options: EvaluateOptions, form: Path | None
         raise UserError(f"--split {options.split}: the data has {', '.join(run.facts.samples)}")
     splits = [options.split] if options.split else [s for s in run.facts.samples if s != "train"]
     with replay.builder, tempfile.TemporaryDirectory() as folder:
-        splits = _hold_out(replay, options.test, Path(folder)) if options.test else splits
+        splits = _hold_out(replay, options.test, asked, Path(folder)) if options.test else splits
         state, metrics = replay.state, {name: {} if form else replay.evaluate(name) for name in splits}
         for name, found in metrics.items():
             if isinstance(state.task, KeepsBaselines) and run.final.is_dir():
@@ -169,7 +176,7 @@ def _ask_harness(run: RunFolder, options: EvaluateOptions) -> Measured:
     return metrics, [{"lm_eval": names, "limit": options.limit, "metrics": metrics}]
 
 
-def _hold_out(replay: Replay, file: str, folder: Path) -> list[str]:
+def _hold_out(replay: Replay, file: str, asked: dict[str, str], folder: Path) -> list[str]:
     """Prepare the samples of a file in `folder` as those of the run were; the name of their split, and of one
     of those that are not in the training data, where only some are.
     """
@@ -177,13 +184,15 @@ def _hold_out(replay: Replay, file: str, folder: Path) -> list[str]:
     if not path.is_file():
         near = f"there is no such file{nearest_file(file)}"
         raise UserError(f"--test {file}: {'is a folder: give one file of it' if path.is_dir() else near}")
-    _, data = workload_of(run.recipe).make(dataclasses.replace(run.recipe, data=str(path), format=None))
+    recipe = dataclasses.replace(run.recipe, data=str(path), format=None, options=run.recipe.options | asked)
+    _, data = workload_of(recipe).make(recipe)
     try:
         sizes, name = {**data.prepare_test(folder, run.facts)}, path.name
     except UserError as error:
         said = str(error).replace("--data ", "--test ").replace("--file ", "--test ")
         raise UserError(f"{said} (it is read as the data of {run.folder} was)") from None
     notes, splits = [*sizes.pop("notes", ())], {name: TEST}
+    extra = {k: v for k, v in run.facts.extra.items() if k != "sets"} | {"unknown": sizes.pop("unknown", 0)}
     again = in_train(folder / TEST, Path(run.facts.folder) / "train", run.facts)
     if count := int(again.sum()):
         notes.append(f"{count:,} of {len(again):,} rows are in the run's train data too and flatter it")
@@ -193,7 +202,6 @@ def _hold_out(replay: Replay, file: str, folder: Path) -> list[str]:
     print_lines(*(f"--test {file}: {note}" for note in notes))
     for split, part in splits.items():
         replay.builder.hold_out(split, data.open(folder, part), fingerprint(folder / part))
-    extra = {key: value for key, value in run.facts.extra.items() if key != "sets"}
     state.facts = dataclasses.replace(run.facts, extra={**extra, "splits": dict.fromkeys(splits, sizes)})
     return [*splits]
 

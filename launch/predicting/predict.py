@@ -164,10 +164,8 @@ class Answerer:
         blank: dict[str, Any] = {}
         rows, marks, withheld = self.rows, defaultdict[str, list[Any]](list), Counter[bool]()
         waiting = iter(tables.read_table(file, columns=[rows.column, rows.pair]))
-        for number in itertools.count():
+        for number, chunk in enumerate(iter(lambda: [*itertools.islice(waiting, tables.CHUNK_ROWS)], [])):
             doing(f"predicting: {number * tables.CHUNK_ROWS:,} rows done")
-            if not (chunk := list(itertools.islice(waiting, tables.CHUNK_ROWS))):
-                break
             samples: dict[int, Any] = {}
             for place, (where, row) in enumerate(chunk):
                 try:

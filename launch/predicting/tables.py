@@ -322,17 +322,14 @@ class PromptReader(RowReader):
             asked = chat_formats.parse_question(row, where, form)
             return self.template.prompt_segments(asked, where, chat_formats.template_values(row, where))
         column = find_column(row, self.column, self.usual, where)
-        return self._prompt(row[column], f"{where}: {column}", row, column)
+        return self.from_text(row[column], f"{where}: {column}", row, column)
 
-    def from_text(self, value: Any, where: str) -> Any:
-        return self._prompt(value, where, {}, "")
-
-    def _prompt(self, value: Any, where: str, row: Mapping[str, Any], column: str) -> Any:
+    def from_text(self, value: Any, where: str, row: Any = None, column: str = "") -> Any:
         """A text; for a model of conversations, a question with what the row's other columns say of it."""
         text = require_text(value, where)
         if self.template is None:
             return text
-        asked = chat_formats.with_fields(row, [{"role": "user", "content": text}], (column,))
+        asked = chat_formats.with_fields(row or {}, [{"role": "user", "content": text}], (column,))
         return self.template.prompt_segments(asked, where)
 
 

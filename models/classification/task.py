@@ -308,6 +308,10 @@ class Classifier(Task):
         # All of one pass: the loop's own may be in half precision.
         metrics: dict[str, Any] = {"samples": len(evidence), problem.headline: 0.0}
         metrics[f"{problem.headline} within (95 %)"] = "{:.4f} to {:.4f}".format(*problem.interval(evidence))
+        if unknown := facts and problem.has_confidence and facts.extra["unknown"]:
+            score, count = problem.score(evidence), len(evidence) + unknown
+            of_all = f"{score:.4g} of the others, {score * len(evidence) / count:.4g} of all, these as wrong"
+            metrics["with an unknown label"] = f"{unknown:,} of {count:,} rows: accuracy {of_all}"
         metrics |= problem.figures(evidence) | settled.settled_metrics(lambda: found)
         answering = settled.kept.answering(found)
         metrics |= {"answering": answering} if answering else {}

@@ -87,7 +87,7 @@ def test_a_file_is_measured_as_the_split_that_it_was(tmp_path: Path, task: str) 
 
 
 WRONG = {
-    "labels": ("text,label\nthe cat,a\nthe dog,z\n", "the label z is none of the run's: a, b"),
+    "labels": ("text,label\nthe cat,y\nthe dog,z\n", "2 of 2 rows have a label that the model does not know"),
     "columns": ("body,mark\nthe cat,a\n", "it has: body, mark"),
     "pairs": ("sentence1,sentence2,label\nthe cat,a dog,a\n", "types of its samples are not as the run's"),
     "empty": ("text,label\n", "it has: no rows"),
@@ -113,6 +113,15 @@ def test_a_classifiers_figures_on_new_rows_are_said_with_their_noise(tmp_path: P
     assert ("temperature is 1 as of" in found["new.csv"]) == (found["new.csv"]["temperature"] == 1.0)
     low, high = found["new.csv"]["accuracy_ci95"]
     assert found["new.csv"]["accuracy within (95 %)"] == f"{low:.4f} to {high:.4f}"
+    rows = (tmp_path / "new.csv").read_text().partition("\n")[2]
+    (tmp_path / "later.csv").write_text(f"Anliegen,Abteilung\n{rows}" + "a loan,Kredit\n" * 6)
+    named = ["--text-column", "Anliegen", "--label-column", "Abteilung"]
+    done = succeed("evaluate", "runs/run", "--test", "later.csv", *named, "--json", cwd=tmp_path)
+    assert "(the first: later.csv line 26): Kredit (6); it knows a, b" in done.stderr
+    (later,) = json.loads(done.stdout).values()
+    known, every = (f"{later['accuracy'] * share:.4g}" for share in (1, 24 / 30))
+    told = f"6 of 30 rows: accuracy {known} of the others, {every} of all, these as wrong"
+    assert (later["samples"], later["with an unknown label"]) == (24, told)
 
 
 def test_files_of_another_kind_are_refused_in_a_sentence(tmp_path: Path) -> None:
@@ -129,6 +138,9 @@ def test_files_of_another_kind_are_refused_in_a_sentence(tmp_path: Path) -> None
     assert "evaluate --test FILE" in other.stderr
     both = launch("evaluate", "runs/run", "--split", "valid", "--test", "other.jsonl", cwd=tmp_path)
     assert "--split and --test exclude each other" in both.stderr
+    for flag, more in (("--text-column", []), ("--user-column", ["--test", "labels.csv"])):
+        wrong = launch("evaluate", "runs/run", flag, "x", *more, cwd=tmp_path)
+        assert wrong.stderr == f"isobatch: {flag}: is for --test FILE, a column that classifier reads\n"
     lone = launch("evaluate", "runs/run", "--limit", "3", cwd=tmp_path)
     assert "--limit 3: is for --lm-eval" in lone.stderr
     asked = launch("evaluate", "runs/run", "--lm-eval", ".", cwd=tmp_path)

@@ -874,7 +874,16 @@ def test_rows_for_a_finished_run_are_read_as_its_own(
     assert values.tolist() == wanted[kind] or [n for n in values.tolist() if n != NO_LABEL] == wanted[kind]
     again = in_train(tmp_path / "prepared" / "test", tmp_path / facts.folder / "train", facts)
     assert again.tolist() == [True, True, True, False]
-    as_jsonl(tmp_path / "strange.jsonl", [{**new[kind], "label": "other", "tags": ["B-other", "O", "O"]}])
+    rows = [{**new[kind], "label": "other", "tags": ["B-other", "O", "O"]}]
+    as_jsonl(tmp_path / "strange.jsonl", rows)
     strange = Labelled(Recipe(task="classifier", data=str(tmp_path / "strange.jsonl")), LabelledOptions())
-    with pytest.raises(UserError, match=r"is none of the run's: |holds other, no finite number"):
+    with pytest.raises(UserError, match=r"^1 of 1 rows have a label that the|holds other, no finite number"):
         strange.prepare_test(tmp_path / "other", facts)
+    if kind != "regression":
+        as_jsonl(tmp_path / "strange.jsonl", [new[kind], *rows])
+        told = dict(strange.prepare_test(tmp_path / "other", facts))
+        where = f"the first: {tmp_path / 'strange.jsonl'} line 2"
+        assert f"1 of 2 rows have a label that the model does not know and are left out ({where})" in str(
+            told
+        )
+        assert (told["unknown"], len(load(tmp_path / "other" / "test")["tokens"])) == (1, 1)
