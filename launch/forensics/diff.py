@@ -13,12 +13,14 @@ import numpy as np
 
 from isobatch.core.errors import DONE, FAILED, IsobatchError, UserError
 from isobatch.core.plan import INVARIANCES, Plan
-from isobatch.core.recipe import differing
+from isobatch.core.recipe import TASK_CODE, differing
 from isobatch.core.terminal import doing, print_answer, rendered, table
 from isobatch.data.base import MEASURES, Data
+from isobatch.engine import consent
 from isobatch.engine.forensics import compare_runs
 from isobatch.engine.forensics.compare_runs import EXACT_FLOOR, LogDifference
 from isobatch.engine.optimization.left_out import left_out_steps
+from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.train.figures import differences, step_rows
 from isobatch.engine.verification.run_order import RunOrder
 from isobatch.engine.verification.tolerance import TOLERANCE, rounding_tolerance
@@ -28,13 +30,12 @@ from isobatch.launch.local.arguments import read_command
 from isobatch.launch.local.options import AnswerOptions
 from isobatch.launch.local.process_state import preserve_process_state
 from isobatch.launch.local.redo_steps import plan_to_redo
-from isobatch.launch.local.run_setup import locate_data, open_run
+from isobatch.launch.local.run_setup import locate_data
 from isobatch.launch.report.tables import in_words
 
 if TYPE_CHECKING:
     from isobatch.core.facts import Facts
     from isobatch.engine.forensics.observed_step import ObservedStep
-    from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.engine.verification.replay import Replay
 
 AT_A_TIME = 1024
@@ -50,7 +51,7 @@ SAME_WEIGHTS = 1e-5
 """Relative difference of all weights by rounding, at the beginning of a run."""
 Answer = dict[str, Any]
 """What --json prints, or a part of it."""
-Runs = tuple["RunFolder", "RunFolder"]
+Runs = tuple[RunFolder, RunFolder]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,14 +71,17 @@ def diff(words: Sequence[str]) -> int:
     positional, options = read_command(words, DiffOptions, "diff")
     if len(positional) != 2:
         raise UserError("diff: give two runs, as in: diff runs/a runs/b (`compare` takes more)")
-    one, other = (open_run(place, options.trust) for place in positional)
-    found = diff_runs(one, other, options.level)
+    one, other = map(RunFolder.open, positional)
+    found = diff_runs(one, other, options.level, options.trust)
     print_answer(found, "\n".join(lines_of(found)), options.json)
     return DONE if found["equal"] else FAILED
 
 
-def diff_runs(one: RunFolder, other: RunFolder, level: str = "module") -> dict[str, Any]:
-    """The answer of --json. Raises UserError where a run logged no step."""
+def diff_runs(one: RunFolder, other: RunFolder, level: str = "module", trust: bool = False) -> dict[str, Any]:
+    """The answer of --json. What the logs say is said without the runs' code, which `trust` lets run.
+
+    Raises UserError where a run logged no step.
+    """
     doing("comparing the logs")
     runs = one, other
     logs = [list(step_rows(run.metrics)) for run in runs]
@@ -101,15 +105,25 @@ def diff_runs(one: RunFolder, other: RunFolder, level: str = "module") -> dict[s
     part = "samples" if parted.kind == "samples" or found["data_differs"] else "step"
     if part == "samples" or (level != "step" and parted.kind in ("jump", "drift")):
         try:
+            _refuse_two_versions(runs)
             for run in runs:
+                consent.require(run.recipe, run.folder, trust)
                 locate_data(run, None)
             found[part] = (
                 parted_samples(runs, parted) if part == "samples" else parted_step(runs, parted, level)
             )
-        except IsobatchError as error:  # the data is not at hand, or the step cannot be redone
+        except IsobatchError as error:  # code or data is not at hand, or the step cannot be redone
             found[part] = {"why_not": " ".join(str(error).split())}
     found["verdict"], found["equal"] = verdict_of(found)
     return found
+
+
+def _refuse_two_versions(runs: Runs) -> None:
+    """Raise UserError where one path would have to hold the code of both runs."""
+    (one, code), (other, changed) = ((run.recipe.task, run.recipe.options.get(TASK_CODE)) for run in runs)
+    if one == other and code != changed:
+        way = "`replay` the step of each with its version put back, or train each from a file of its own"
+        raise UserError(f"{one} was another version in A than in B, and only one can be there: {way}")
 
 
 def parted_samples(runs: Runs, parted: LogDifference) -> dict[str, Any]:

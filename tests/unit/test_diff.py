@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ import pytest
 
 import isobatch
 from isobatch.core.errors import UserError
+from isobatch.core.recipe import TASK_CODE
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.verification.run_order import RunOrder
 from isobatch.launch.forensics.diff import diff, diff_runs
@@ -149,3 +151,18 @@ def test_the_command_says_it_in_a_sentence_and_by_its_exit_code(
     assert "step" not in json.loads(capsys.readouterr().out)
     with pytest.raises(UserError, match="give two runs"):
         diff([str(plain.folder)])
+
+
+@pytest.mark.parametrize(
+    ("codes", "why"),
+    [("ab", "only one can be there: `replay`"), ("aa", "there is no file; put that")],
+)
+def test_the_logs_are_compared_without_the_code(codes: str, why: str, plain: RunFolder, train: Any) -> None:
+    runs = RunFolder(plain.folder), RunFolder(train(plant="epsilon").folder)
+    for run, code in zip(runs, codes, strict=True):
+        run.recipe = dataclasses.replace(run.recipe, task="./gone.py:Mine", options={TASK_CODE: code})
+    found = diff_runs(*runs)
+    assert why in found["step"]["why_not"]
+    assert found["recipe"].get(TASK_CODE) == (["a", "b"] if codes == "ab" else None)
+    assert found["verdict"].startswith("both saw the same samples; they part at step 1 (")
+    assert "step" not in diff_runs(*runs, "step")
