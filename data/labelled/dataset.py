@@ -173,6 +173,7 @@ class Labelled(TokenizedData):
     def encode_splits(self) -> Encoded:
         """(columns per split, the tokenizer, what Facts should know: labels, their counts, notes)."""
         rows, columns, notes = self._open_rows()
+        more = "a longer validation file" if "valid" in rows else "a larger --valid, as --valid 0.3,"
         kind, splits, found_notes = self._read_labels(rows, columns)
         notes += found_notes
         counts, rows_of_train = splits["train"].counts(), len(splits["train"])
@@ -187,7 +188,7 @@ class Labelled(TokenizedData):
         most = UNPROVEN ** (1 / (1 + int(SUREST * held)))
         if kind.name == "classes" and not fixed and most < 0.99:
             said = f"rows, were all answered right, show a precision of {int(100 * most) / 100} at most"
-            notes.append(f"valid: {held:,} {said} (predict --precision)")
+            notes.append(f"valid: {held:,} {said} (predict --precision): {more} shows more")
         tokenizer, special = self._open_tokenizer(reading.read_examples(rows["train"](), columns))
         if (words := isinstance(kind, WordTags)) and not fixed:  # the run's own does so already
             tokenizers.prepend_space(tokenizer)
@@ -279,12 +280,8 @@ class Labelled(TokenizedData):
 
     def _open_tokenizer(self, examples: Iterable[Example]) -> tuple[Tokenizer, dict[str, int | None]]:
         """The tokenizer, which may be trained on the examples, and the ids of its special tokens."""
-        texts = (
-            text
-            for e in examples
-            for text in (*([e.text] if isinstance(e.text, str) else e.text), e.pair)
-            if text
-        )
+        each = ((e.text, e.pair) if isinstance(e.text, str) else e.text for e in examples)
+        texts = (text for parts in each for text in parts if text)
         tokenizer, special = self._open_or_train_tokenizer(lambda: texts, lowercase=True)
         tokenizers.ensure_special_tokens(tokenizer)
         found = [i for role in ("pad", "eos", "unk") if (i := special[role]) is not None]

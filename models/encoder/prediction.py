@@ -150,15 +150,13 @@ class TextClassifier:
 
     def _rows(self, run: Runner, encodings: Sequence[Any]) -> list[np.ndarray]:
         """What `run` gives of each, in order; the encodings are padded."""
-        widths = [self._width(len(encoding.ids)) for encoding in encodings]
+        lengths = (max(len(encoding.ids), 1) for encoding in encodings)
+        widths = [min(-(-n // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, self.max_length) for n in lengths]
         found: dict[int, np.ndarray] = {}
         for places in batches_of_one_width(widths):
             batch = [encodings[place] for place in places]
             found |= zip(places, run(self._inputs(batch, widths[places[0]])), strict=True)
         return [found[place] for place in range(len(encodings))]
-
-    def _width(self, length: int) -> int:
-        return min(-(-max(length, 1) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, self.max_length)
 
     def _inputs(self, encodings: Sequence[Any], width: int) -> dict[str, np.ndarray]:
         """Each (B, width) int64, padded on the right."""

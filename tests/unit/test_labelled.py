@@ -101,8 +101,17 @@ def test_a_tenth_of_each_class_is_held_out_where_nothing_is(tmp_path: Path) -> N
     assert extra["notes"][0].startswith(
         "there is no validation split: 10 % of the rows are it, drawn at random (--valid)"
     )
-    found, _, _ = make(tmp_path, valid=0.5).encode_splits()
+    said = "valid: {} rows, were all answered right, show a precision of {} at most (predict --precision): {}"
+    few, half = (
+        said.format(*of, "a larger --valid, as --valid 0.3, shows more") for of in ((10, 0.63), (50, 0.9))
+    )
+    assert few in extra["notes"]  # 0.63 to the power of the 9 surest and one more is 0.01
+    found, _, extra = make(tmp_path, valid=0.5).encode_splits()
     assert np.bincount(np.asarray(found["valid"]["label"])).tolist() == [30, 19, 1]
+    assert said.format(50, 0.9, larger) in extra["notes"]
+    write(tmp_path, "valid", [(f"other {n}", "ab"[n % 2]) for n in range(10)])
+    given = said.format(10, 0.63, "a longer validation file shows more")
+    assert given in make(tmp_path).encode_splits()[2]["notes"]
 
 
 def test_the_draw_of_held_out_rows_is_frozen_and_no_seed_changes_it(tmp_path: Path) -> None:

@@ -34,6 +34,8 @@ MISTAKES = [
     (f"auto {LM} --template chatlm", "did you mean chatml?"),
     (f"auto {CLF} --metric_for_best_model f1", "--load-best-model-at-end, or with --patience 3"),
     (f"auto {REC} --text of", "did you mean off?"),
+    (f"auto {CLF} --text x", "a text stands alone, as in `predict RUN"),
+    (f"auto {CLF} --file x.csv", "give it as --data FILE to `auto`"),
     # The machine
     (f"auto {LM} --deepspeed ds.json", "use --strategy zero1, zero2 or zero3"),
     (f"auto {LM} --memory-limit lots", "is not a size such as 10GB"),
