@@ -99,7 +99,7 @@ def has_form(content: Any) -> bool:
         named += [phase for phase, _, _ in content["log_every"]]
         return (
             (content["receipt"], content.keys() | {"exports"}) == (FORM, set(PARTS))  # older ones lack them
-            and type(content.get("exports", {})) is dict
+            and type(chosen_elsewhere(content)) is str
             and type(steps) is type(left_out) is list
             and all(row.keys() == set(DECIDED) for row in left_out)
             and all(row.keys() == set(NEEDED) for row in steps)
@@ -155,6 +155,16 @@ def left_out_of(receipt: Mapping[str, Any], phase: str) -> np.ndarray:
         if row["of"] == phase:
             found[row["first"] : row["last"] + 1] = True
     return found
+
+
+def chosen_elsewhere(receipt: Mapping[str, Any]) -> str:
+    """That chosen/ is another run's model: it has files that are none of this one's; else empty."""
+    written = {**receipt.get("exports", {}), "final": receipt["final"]}
+    chosen = set(written.pop("chosen", {}).values())
+    own = {digest for files in written.values() for digest in files.values()}
+    return (
+        "" if chosen <= own else "chosen/ is another stage's model: how it was trained, its own receipt says"
+    )
 
 
 def log_rows(receipt: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -85,11 +85,16 @@ def runs_named(place: str | Path) -> list[Path]:
     return [next((at for at in (path, inside) if at.exists()), path)]
 
 
+def finished_runs(place: str | Path) -> list[Path]:
+    """Of `runs_named` the stages of a chain that are done, where one is; else the last."""
+    named = runs_named(place)
+    stages = named if named[1:] else ()  # a single run is checked before it is read
+    return [one for one in stages if RunFolder.open(one).status_or_none() == "done"] or named[-1:]
+
+
 def finished_run(place: str | Path) -> Path:
-    """The last of `runs_named`; of a chain's stages the newest that is done, where one is."""
-    *others, newest = runs_named(place)
-    stages = (newest, *reversed(others)) if others else ()  # a single run is checked before it is read
-    return next((one for one in stages if RunFolder.open(one).status_or_none() == "done"), newest)
+    """The last of these."""
+    return finished_runs(place)[-1]
 
 
 def no_run(path: Path) -> str:

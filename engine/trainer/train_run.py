@@ -134,8 +134,13 @@ def train_run(run: RunOnRank) -> Training:
     if world.is_main and (url := run.options.checkpoint_copy):
         copies = RemoteCopies(url, folder.folder, folder.identity, say)
     if world.is_main:  # only there: for its size a task may have to build its model on the meta device
-        for line in (_headline(state, builder), *state.facts.notes):
-            run.say(line)
+        run.say(_headline(state, builder))
+        before = (
+            Path(state.recipe.model or "").parent / "facts.json"
+        )  # of a chain each stage has the same data
+        told = RunFolder(before.parent).facts.notes if before.is_file() else ()
+        for line in state.facts.notes:
+            run.say(line, shown=line not in told)
     watchdog = Watchdog(world, run.stop, run.options.hang_timeout, run.end_process, folder.rank_record)
     with run.stop, watchdog, copies or contextlib.nullcontext(), builder:
         if world.is_main:

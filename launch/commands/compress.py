@@ -45,9 +45,9 @@ class CompressOptions:
     """How to round: dynamic and static in seconds, after training; int8-qat and int4 by a training each.
     By default the two that cost nothing, and the smallest file."""
     choose: str = "within 0.5%"
-    """Which point of the table is copied to RUN/chosen, RUN the last stage: smallest, fastest, accurate, or
-    the fastest `within 0.5%` (points of the headline figure, at least one held-out sample) of the most
-    accurate."""
+    """Which point of the table is copied to chosen/ of the last stage, as runs/NAME-qat/chosen: smallest,
+    fastest, accurate, or the fastest `within 0.5%` (points of the headline figure, at least one held-out
+    sample) of the most accurate."""
     anyway: bool = False
     """Go on where the trained base does not beat the baselines."""
     json: bool = False

@@ -104,6 +104,7 @@ def receipt(words: Sequence[str]) -> int:
         atomic_files.write_text(signature, signed)
     shown: dict[str, Any] = {"file": file, "signature": signature, "signed": signed}
     shown |= {"size": format_bytes(len(text)), "allowed": TOLERANCE[run.plan.invariance][0]}
+    shown |= {"run": run.folder, "elsewhere": receipts.chosen_elsewhere(content)}
     page = Path(__file__).with_name("receipt.jinja")
     said = rendered(page, content=content, precision=run.plan.precision, **shown)
     found = {"receipt": str(file), "signature": str(signature) if signed else None}
@@ -152,6 +153,7 @@ def audit_receipt(file: Path, options: AuditOptions) -> Finding:
             run_setup.locate_data(run, options.data)
             doing("comparing the samples of every step")
             receipts.check_order(content, here, run.facts)
+            found.unknown += filter(None, [receipts.chosen_elsewhere(content)])
             steps = sum(content["phases"].values())
             found.checked.append(f"recipe and data, the samples of all {steps:,} steps")
             (_check_against_run if handed_over else _check_first_steps)(run, content, options, found)

@@ -22,7 +22,7 @@ from isobatch.core.package import cache_folder, call_in_child
 from isobatch.core.terminal import doing, on_screen, print_answer, print_lines, rendered, table
 from isobatch.engine.checkpointing.digests import folder_digests
 from isobatch.engine.machine.detect import cpu_model, detect
-from isobatch.engine.runs.run_folder import SWEEP, RunFolder, finished_run
+from isobatch.engine.runs.run_folder import SWEEP, RunFolder, finished_runs
 from isobatch.launch.local.arguments import read_command
 from isobatch.launch.local.options import AnswerOptions
 from isobatch.launch.local.run_setup import held_out, open_run
@@ -37,7 +37,8 @@ class ReportOptions(AnswerOptions):
     """Flags of `report`."""
 
     to: str | None = None
-    """Folder for report.md, report.json and report.html; by default report/ in the last run's folder."""
+    """Folder for report.md, report.json and report.html; by default report/ in the last run's folder, or
+    report-alone/ where that has the report of its chain."""
     png: bool = False
     """Only draw the figures of each run into its plots/, or into --to FOLDER; also while it trains. Of a
     sweep its own picture."""
@@ -61,7 +62,7 @@ def report(words: Sequence[str]) -> int:
         raise UserError("report: give the folders of one or more runs, the baseline first")
     if Path(options.to or "").suffix.lower() in (".html", ".pdf", ".md", ".json"):
         raise UserError(f"--to {options.to}: give a folder: a browser prints the report.html in it as PDF")
-    folders = [finished_run(place) for place in positional]
+    folders = [folder for place in positional for folder in finished_runs(place)]
     found = {one: sweeps.read(one, options.metric) for one in folders if (one / SWEEP).is_file()}
     if options.metric and not found:
         raise UserError(f"--metric {options.metric}: is for a sweep, as in: report runs/sweep-NAME")
@@ -75,7 +76,8 @@ def report(words: Sequence[str]) -> int:
             print(*map(printable, drawn), sep="\n")
         return DONE
     need("matplotlib", "report")  # said before minutes of measuring
-    folder = to or folders[-1] / "report"
+    of_a_chain = len(folders) == 1 and (folders[0] / "chosen").is_dir()  # whose report stays
+    folder = to or folders[-1] / ("report-alone" if of_a_chain else "report")
     named = ([one] if one not in found else sweeps.places_of(found[one]["best"], one) for one in folders)
     runs = [opened(place) for place in itertools.chain.from_iterable(named)]
     above = [part for one in found for part in _parts_of_sweep(one, found[one])]

@@ -121,7 +121,7 @@ def text_of(points: Sequence[Point], chosen: Point, choice: str, file: Path) -> 
     scores = f"score, % of {chosen.samples:,} samples"
     rows = [["", "model", scores, "file", *(f"ms, {of}" for of in TIMED.values())]]
     for one in sorted(points, key=lambda one: -one.score):
-        mark = ">" if one is chosen else "*" if one in best else ""
+        mark = ">*" if one is chosen else "*" if one in best else ""
         times = (f"{ms:.2f}" for ms in one.milliseconds)
         rows.append([mark, one.name, f"{100 * one.score:.2f}", format_bytes(one.file_bytes), *times])
     return f"{table(rows)}\n* nothing beats it; > --choose {choice}: {file}"

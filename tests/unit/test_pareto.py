@@ -75,6 +75,15 @@ def test_one_text_of_few_decides_against_no_smaller_file(choice: str, behind: in
     assert choose([base, small], choice).name == chosen
 
 
+def test_the_chosen_one_is_marked_beside_those_that_nothing_beats() -> None:
+    base = Point("base", 0.9, 90, (8.0,) * len(pareto.TIMED), Path("a"), 54)
+    small = Point("small", 0.8, 15, (2.0,) * len(pareto.TIMED), Path("b"), 54)
+    worse = Point("worse", 0.7, 16, (3.0,) * len(pareto.TIMED), Path("c"), 54)
+    _, *lines, legend = pareto.text_of([base, small, worse], small, "fastest", Path("d")).splitlines()
+    assert [line.split()[:2] for line in lines] == [["*", "base"], [">*", "small"], ["worse", "70.00"]]
+    assert legend == "* nothing beats it; > --choose fastest: d"
+
+
 @pytest.mark.parametrize("choice", ["best", "within", "within 0.5", "within 101%", "within -1%", ""])
 def test_another_choice_is_one_line(choice: str) -> None:
     with pytest.raises(UserError, match="smallest, fastest, accurate, or"):

@@ -313,6 +313,19 @@ def test_what_is_served_is_in_verify_and_in_the_receipt(place: str, made: Fixtur
     assert f"{place}/, which is not here" in audited(file).unknown
 
 
+@pytest.mark.parametrize("chosen", ["exports/onnx", "final", "another stage"])
+def test_a_receipt_says_where_the_chosen_model_is_another_stages(chosen: str, made: Fixtures) -> None:
+    content = json.loads(made.file.read_text())
+    content["exports"] = {"exports/onnx": {"model.onnx": "1" * 64, "config.json": "2" * 64}}
+    known = {**content["exports"], "final": content["final"], "another stage": {"model.onnx": "3" * 64}}
+    assert receipts.chosen_elsewhere(content) == ""
+    content["exports"]["chosen"] = known[chosen]
+    said = receipts.chosen_elsewhere(content)
+    assert said.startswith("chosen/ is another stage's model") == (chosen == "another stage") == bool(said)
+    content["exports"]["chosen"] = {"model.onnx": ["3"]}
+    assert not receipts.has_form(content)
+
+
 def new_key(folder: Path, name: str) -> Path:
     key = folder / name
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)

@@ -20,6 +20,7 @@ from isobatch.engine.runs.run_folder import (
     RunFolder,
     Verdict,
     finished_run,
+    finished_runs,
     free_folder,
     list_runs,
     run_name,
@@ -180,6 +181,8 @@ def test_a_chains_name_is_its_newest_stage_and_for_a_model_the_newest_that_is_do
             run.write_summary({"status": state})
     assert runs_named(tmp_path / "post")[-1].name == "post-qat"
     assert finished_run(tmp_path / "post").name == f"post-{newest_done}"
+    stages = [one.name.removeprefix("post-") for one in finished_runs(tmp_path / "post")]
+    assert stages == (["classifier", "pruning", "qat"][: states.count("done")] or ["qat"])
     assert finished_run(tmp_path / "post-qat").name == "post-qat", "a run's own name is this run"
 
 
