@@ -25,7 +25,17 @@ DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "examples/README.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-RUN_FOLDERS = ("checkpoints", "exports", "chosen", "final", "plots", "report", "runs", "slurm")
+RUN_FOLDERS = (
+    "checkpoints",
+    "exports",
+    "chosen",
+    "final",
+    "plots",
+    "report",
+    "report-alone",
+    "runs",
+    "slurm",
+)
 """Folders that a run writes: documents name files in them, and the repository has none."""
 CODE_FOLDERS = "benchmarks configs core data docs engine examples launch models tests"
 PATH = re.compile(r"[\w.*-]+(?:/[\w.*-]+)*/?")
