@@ -229,12 +229,14 @@ def open_adapted_model(folder: Path, bits: int = 16, remote_code: bool = False, 
 
 
 def first_logits(model: Any, batches: Iterable[Batch]) -> list[tuple[Tensor, Tensor]]:
-    """(tokens, logits) of the batches, as many as LOGIT_BYTES hold: the model need not stay in memory."""
+    """(tokens, logits) of the batches' rows, as many as LOGIT_BYTES hold: the model need not stay in memory.
+    A sample may have several rows.
+    """
     import torch
 
     found: list[tuple[Tensor, Tensor]] = []
     for batch in batches:
-        tokens = batch["tokens"].long()
+        tokens = batch["tokens"].flatten(0, -2).long()
         with torch.no_grad():
             found.append((tokens, model(input_ids=tokens, use_cache=False).logits))
         if sum(logits.nbytes for _, logits in found) > LOGIT_BYTES:

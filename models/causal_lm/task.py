@@ -80,27 +80,8 @@ class DistilledOptions(CausalLMOptions):
     """Softens both models' probabilities (Hinton et al. 2015)."""
 
 
-class CausalLM(Task):
-    """Next-token prediction on independent blocks of tokens.
-
-    The defaults suit training from scratch, and a loaded model has a lower rate.
-
-    Metrics. Blocks are independent and the first token of each is not predicted, as in Hugging Face's
-    run_clm; with --stride they overlap, and all tokens but the very first are predicted. `loss` is the mean
-    in nats per predicted token. `word_perplexity` and `bits_per_byte` divide the nats of all predicted tokens
-    of the split by its words (split at white space, and a line's end is one; left out for scripts without
-    spaces) and by its UTF-8 bytes: the first token of a block costs nothing, so compare at equal --max-length
-    or with --stride. With --teacher each step has `nll` and `kl`, means per predicted token. `stride` is that
-    of the measurement. If a fraction of the blocks is evaluated, the mean
-    is of this fraction, the tokens per word and per byte are of the whole split.
-    """
-
-    Options: ClassVar[type] = DistilledOptions
-    data: ClassVar[type | str | None] = "data.text.dataset:Text"
-    streamed: ClassVar = "data.streaming.text:StreamedText"
-    follow_ups: ClassVar = ('chat {run} "Hello"', "export {run} --to gguf", "verify {run}")
-    exports: ClassVar = ("merged", "adapter", "gguf", "gguf-f32", "gguf-bf16", "gguf-q8_0", "gguf-adapter")
-    defaults, fast, demo = (SITUATIONS[kind] for kind in ("defaults", "fast", "demo"))
+class OnLanguageModel(Task):
+    """A task whose network is a causal language model, or made from one."""
 
     def __init__(self, recipe: Recipe, options: Any) -> None:
         super().__init__(recipe, options)
@@ -112,17 +93,10 @@ class CausalLM(Task):
 
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What --adapter and the model imply, and a loaded model's rate."""
-        implied = implied_by_model(values, cls.defaults)
-        is_loaded = values.get("model", cls.defaults.get("model")) not in PRESETS
-        if is_loaded and "lr" not in cls.defaults and "lr" not in values:
-            implied["lr"] = FINETUNING_LR if values.get("adapter", "none") == "none" else ADAPTER_LR
-        if (teacher := values.get("teacher")) is not None:
-            path = Path(str(teacher)).expanduser()
-            implied["teacher"] = str(path.resolve()) if path.is_dir() else teacher
-            if not is_loaded and "tokenizer" not in values:
-                with contextlib.suppress(NotHereError):  # where it is, this is asked again
-                    implied["tokenizer"] = hub.resolve_model(implied["teacher"], "--teacher")
+        """What --adapter implies; and a model that reads less than the usual --max-length limits it."""
+        implied = adapters.implied_options(values)
+        if values.get("model") not in PRESETS:
+            implied |= hub.shorter_length(values, cls.defaults, model_sizes.context_length)
         return implied
 
     def unread(self) -> Mapping[str, str]:
@@ -138,8 +112,6 @@ class CausalLM(Task):
     def check(self) -> None:
         name = self.model_name
         adapters.check_options(self.options, pretrained=name not in PRESETS)
-        if isinstance(self.options, DistilledOptions):
-            distillation.check(self.options, self.recipe.tokenizer or name)
         if self.recipe.optimizer == "muon" and self.options.adapter != "none":
             raise UserError(
                 f"--optimizer muon: --adapter {self.options.adapter} trains matrices of a low rank, and whole"
@@ -155,7 +127,6 @@ class CausalLM(Task):
             self._check_config(config)
 
     def check_for_plan(self) -> None:
-        self._teacher_path()  # raises where there is none
         adapters.check_options(self.options, pretrained=self.model_name not in PRESETS)
         if self.model_name not in PRESETS:
             self._check_config(known_models.load_config(self.model_name, self.recipe.revision))
@@ -184,39 +155,6 @@ class CausalLM(Task):
     def fetch(self) -> None:
         if self.model_name not in PRESETS:
             hub.fetch_weights(self.model_name, self.recipe.revision)
-        if (path := self._teacher_path()) is not None:
-            hub.fetch_weights(path, None, "--teacher")
-
-    def _teacher_path(self) -> str | None:
-        if not isinstance(self.options, DistilledOptions) or self.options.teacher is None:
-            return None
-        return hub.resolve_model(self.options.teacher, "--teacher")
-
-    def teacher(self) -> Teacher | None:
-        path = self._teacher_path()
-        return None if path is None else distillation.teacher(path, self.options)
-
-    def build_model(self, facts: Facts) -> nn.Module:
-        return self.build_model_on(facts, "cpu")
-
-    def build_model_on(self, facts: Facts, device: Any) -> nn.Module:
-        from transformers import GPT2LMHeadModel
-
-        from isobatch.models.causal_lm import chunked_cross_entropy
-
-        config, options, revision = self.transformers_config(facts), self.options, self.recipe.revision
-        self._num_sets = len(facts.extra.get("sets") or [])
-        if self.model_name in PRESETS:
-            model: nn.Module = GPT2LMHeadModel(config)
-        else:
-            kind = options.load_bits, options.remote_code, options.frozen_dtype
-            where, tables = device, options.also_train or ()
-            path = hub.fetch_weights(self.model_name, revision)
-            model = adapters.load_base_model(path, config, revision, *kind, where, tables)
-            if options.adapter != "none":
-                adapters.add_adapter(model, options, self.model_name, revision)
-        chunked_cross_entropy.make_head_bypassable(model)
-        return model
 
     def transformers_config(self, facts: Facts) -> Any:
         """The model's config, as an object of transformers, with the recipe's dropout."""
@@ -248,51 +186,44 @@ class CausalLM(Task):
             return shape.size
         return adapter_sizes.with_smaller(shape, self.options)
 
+
+class LanguageModelTask(OnLanguageModel):
+    """A causal language model, whatever it learns by: what it is exported as, and what it writes."""
+
+    follow_ups: ClassVar = ('chat {run} "Hello"', "export {run} --to gguf", "verify {run}")
+    exports: ClassVar = ("merged", "adapter", "gguf", "gguf-f32", "gguf-bf16", "gguf-q8_0", "gguf-adapter")
+    answer = staticmethod(answers.answer)
+    answer_figures = staticmethod(answers.figures)
+
+    def build_model(self, facts: Facts) -> nn.Module:
+        return self.build_model_on(facts, "cpu")
+
+    def build_model_on(self, facts: Facts, device: Any) -> nn.Module:
+        from transformers import GPT2LMHeadModel
+
+        from isobatch.models.causal_lm import chunked_cross_entropy
+
+        config, options, revision = self.transformers_config(facts), self.options, self.recipe.revision
+        self._num_sets = len(facts.extra.get("sets") or [])
+        if self.model_name in PRESETS:
+            model: nn.Module = GPT2LMHeadModel(config)
+        else:
+            kind = options.load_bits, options.remote_code, options.frozen_dtype
+            where, tables = device, options.also_train or ()
+            path = hub.fetch_weights(self.model_name, revision)
+            model = adapters.load_base_model(path, config, revision, *kind, where, tables)
+            if options.adapter != "none":
+                adapters.add_adapter(model, options, self.model_name, revision)
+        chunked_cross_entropy.make_head_bypassable(model)
+        return model
+
     def model_size(self, facts: Facts) -> ModelSize:
         size = self.network_size(facts)
         if count := self.options.answers:
             answers.check(count, facts)
             why = f"--answers {count} writes texts of any length on each process by itself"
             size = dataclasses.replace(size, why_whole_weights=why)
-        path = self._teacher_path()
-        return size if path is None else distillation.size_with(size, path, self.options, facts)
-
-    def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
-        """batch: tokens (B, T), length (B,). Cross-entropy in nats, summed over the predicted tokens."""
-        from isobatch.models.causal_lm import chunked_cross_entropy
-
-        count = None if step.host is None else int(step.host["token.weight"].numpy().sum())
-        targets, smoothing = _targets(batch), self.recipe.label_smoothing
-        if "teacher.ids" in batch:
-            total, figures = distillation.loss(model, batch, targets, count, smoothing, self.options)
-            step.record("distillation", figures)
-        else:
-            tokens = batch["tokens"].long()
-            total = chunked_cross_entropy.next_token_loss(model, tokens, targets, count, smoothing)
-        return {"loss": Loss(total, "token")}
-
-    def step_figures(self, recorded: Mapping[str, Any]) -> Mapping[str, float]:
-        if "distillation" not in recorded:
-            return {}
-        tokens, nll, kl = recorded["distillation"].tolist()
-        return {"nll": nll / tokens, "kl": kl / tokens}
-
-    def evaluate(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Sum | Rows]:
-        """`nll`; in a mixture `nll.N` of each dataset, even if this batch has no row of it."""
-        if "set" not in batch:
-            return {"nll": self._nll_part(model, batch)}
-        parts: dict[str, Sum | Rows] = {}
-        for number in range(self._num_sets):
-            rows = {name: values[batch["set"] == number] for name, values in batch.items()}
-            parts[f"nll.{number}"] = self._nll_part(model, rows) if len(rows["set"]) else Sum(0.0, 0)
-        return parts
-
-    def _nll_part(self, model: nn.Module, batch: Batch) -> Sum:
-        from isobatch.models.causal_lm import chunked_cross_entropy
-
-        targets = _targets(batch)
-        nll = chunked_cross_entropy.next_token_loss(model, batch["tokens"].long(), targets)
-        return Sum(nll, (targets != chunked_cross_entropy.IGNORE_INDEX).sum())
+        return size
 
     @property
     def answers(self) -> int:
@@ -300,16 +231,6 @@ class CausalLM(Task):
 
     def prompts(self, rows: Iterable[Batch], facts: Facts) -> list[HeldOutPrompt]:
         return answers.held_out_prompts(rows, self.answers, facts)
-
-    def answer(self, model: nn.Module, prompt: HeldOutPrompt, facts: Facts) -> dict[str, Any]:
-        return answers.answer(model, prompt, facts)
-
-    def answer_figures(self, rows: Iterable[Mapping[str, Any]]) -> Mapping[str, float]:
-        return answers.figures(rows)
-
-    def metrics(self, parts: Mapping[str, Any], split: str, facts: Facts) -> dict[str, Any]:
-        stride = self.recipe.options.get("stride") or self.recipe.max_length
-        return perplexity.metrics(parts, split, facts.extra, stride)
 
     def export(self, model: Any, folder: Path, facts: Facts) -> None:
         """A folder for AutoModelForCausalLM and AutoTokenizer; an adapter's for PeftModel."""
@@ -405,12 +326,106 @@ class CausalLM(Task):
         return "\n\n".join(shown)
 
 
-def implied_by_model(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """What --adapter implies; and a model that reads less than the usual --max-length limits it."""
-    implied = adapters.implied_options(values)
-    if values.get("model") not in PRESETS:
-        implied |= hub.shorter_length(values, defaults, model_sizes.context_length)
-    return implied
+class CausalLM(LanguageModelTask):
+    """Next-token prediction on independent blocks of tokens.
+
+    The defaults suit training from scratch, and a loaded model has a lower rate.
+
+    Metrics. Blocks are independent and the first token of each is not predicted, as in Hugging Face's
+    run_clm; with --stride they overlap, and all tokens but the very first are predicted. `loss` is the mean
+    in nats per predicted token. `word_perplexity` and `bits_per_byte` divide the nats of all predicted tokens
+    of the split by its words (split at white space, and a line's end is one; left out for scripts without
+    spaces) and by its UTF-8 bytes: the first token of a block costs nothing, so compare at equal --max-length
+    or with --stride. With --teacher each step has `nll` and `kl`, means per predicted token. `stride` is that
+    of the measurement. If a fraction of the blocks is evaluated, the mean
+    is of this fraction, the tokens per word and per byte are of the whole split.
+    """
+
+    Options: ClassVar[type] = DistilledOptions
+    data: ClassVar[type | str | None] = "data.text.dataset:Text"
+    streamed: ClassVar = "data.streaming.text:StreamedText"
+    defaults, fast, demo = (SITUATIONS[kind] for kind in ("defaults", "fast", "demo"))
+
+    @classmethod
+    def complete(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """As of any, and a loaded model's rate and its teacher's place."""
+        implied = {**super().complete(values)}
+        is_loaded = values.get("model", cls.defaults.get("model")) not in PRESETS
+        if is_loaded and "lr" not in cls.defaults and "lr" not in values:
+            implied["lr"] = FINETUNING_LR if values.get("adapter", "none") == "none" else ADAPTER_LR
+        if (teacher := values.get("teacher")) is not None:
+            path = Path(str(teacher)).expanduser()
+            implied["teacher"] = str(path.resolve()) if path.is_dir() else teacher
+            if not is_loaded and "tokenizer" not in values:
+                with contextlib.suppress(NotHereError):  # where it is, this is asked again
+                    implied["tokenizer"] = hub.resolve_model(implied["teacher"], "--teacher")
+        return implied
+
+    def check(self) -> None:
+        distillation.check(self.options, self.recipe.tokenizer or self.model_name)
+        super().check()
+
+    def check_for_plan(self) -> None:
+        self._teacher_path()  # raises where there is none
+        super().check_for_plan()
+
+    def fetch(self) -> None:
+        super().fetch()
+        if (path := self._teacher_path()) is not None:
+            hub.fetch_weights(path, None, "--teacher")
+
+    def _teacher_path(self) -> str | None:
+        name = self.options.teacher
+        return None if name is None else hub.resolve_model(name, "--teacher")
+
+    def teacher(self) -> Teacher | None:
+        path = self._teacher_path()
+        return None if path is None else distillation.teacher(path, self.options)
+
+    def model_size(self, facts: Facts) -> ModelSize:
+        size, path = super().model_size(facts), self._teacher_path()
+        return size if path is None else distillation.size_with(size, path, self.options, facts)
+
+    def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
+        """batch: tokens (B, T), length (B,). Cross-entropy in nats, summed over the predicted tokens."""
+        from isobatch.models.causal_lm import chunked_cross_entropy
+
+        count = None if step.host is None else int(step.host["token.weight"].numpy().sum())
+        targets, smoothing = _targets(batch), self.recipe.label_smoothing
+        if "teacher.ids" in batch:
+            total, figures = distillation.loss(model, batch, targets, count, smoothing, self.options)
+            step.record("distillation", figures)
+        else:
+            tokens = batch["tokens"].long()
+            total = chunked_cross_entropy.next_token_loss(model, tokens, targets, count, smoothing)
+        return {"loss": Loss(total, "token")}
+
+    def step_figures(self, recorded: Mapping[str, Any]) -> Mapping[str, float]:
+        if "distillation" not in recorded:
+            return {}
+        tokens, nll, kl = recorded["distillation"].tolist()
+        return {"nll": nll / tokens, "kl": kl / tokens}
+
+    def evaluate(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Sum | Rows]:
+        """`nll`; in a mixture `nll.N` of each dataset, even if this batch has no row of it."""
+        if "set" not in batch:
+            return {"nll": self._nll_part(model, batch)}
+        parts: dict[str, Sum | Rows] = {}
+        for number in range(self._num_sets):
+            rows = {name: values[batch["set"] == number] for name, values in batch.items()}
+            parts[f"nll.{number}"] = self._nll_part(model, rows) if len(rows["set"]) else Sum(0.0, 0)
+        return parts
+
+    def _nll_part(self, model: nn.Module, batch: Batch) -> Sum:
+        from isobatch.models.causal_lm import chunked_cross_entropy
+
+        targets = _targets(batch)
+        nll = chunked_cross_entropy.next_token_loss(model, batch["tokens"].long(), targets)
+        return Sum(nll, (targets != chunked_cross_entropy.IGNORE_INDEX).sum())
+
+    def metrics(self, parts: Mapping[str, Any], split: str, facts: Facts) -> dict[str, Any]:
+        stride = self.recipe.options.get("stride") or self.recipe.max_length
+        return perplexity.metrics(parts, split, facts.extra, stride)
 
 
 def _targets(batch: Batch) -> Tensor:

@@ -82,8 +82,8 @@ class RewardModel(PairTask):
         from transformers import GPT2ForSequenceClassification
         from transformers.models.auto import modeling_auto
 
-        options, name, revision = self.options, self.language.model_name, self.recipe.revision
-        config = self.language.transformers_config(facts)
+        options, name, revision = self.options, self.model_name, self.recipe.revision
+        config = self.transformers_config(facts)
         config.num_labels, config.pad_token_id = 1, pad_id(facts.extra)
         if name in PRESETS:
             model: Any = GPT2ForSequenceClassification(config)
@@ -109,7 +109,7 @@ class RewardModel(PairTask):
 
     def model_size(self, facts: Facts) -> ModelSize:
         """That of the language model, whose head of its own, if it has one, is a row."""
-        size, config = self.language.network_size(facts), self.language.transformers_config(facts)
+        size, config = self.network_size(facts), self.transformers_config(facts)
         head = 0 if config.get_text_config().tie_word_embeddings else size.vocabulary * size.hidden
         trains_head = head if self.options.adapter == "none" else 0
         return dataclasses.replace(

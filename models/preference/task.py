@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -24,15 +24,14 @@ from isobatch.core.errors import refuse
 from isobatch.core.number_ranges import AboveZero
 from isobatch.core.package import table_beside
 from isobatch.models import hub
-from isobatch.models.base import Batch, Loss, ModelSize, Rows, StepContext, Sum, Task, Teacher
+from isobatch.models.base import Batch, Loss, ModelSize, Rows, StepContext, Sum, Teacher
 from isobatch.models.causal_lm.model_sizes import PRESETS
-from isobatch.models.causal_lm.task import CausalLM, CausalLMOptions, implied_by_model
+from isobatch.models.causal_lm.task import CausalLMOptions, LanguageModelTask, OnLanguageModel
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from isobatch.core.facts import Facts
-    from isobatch.core.recipe import Recipe
 
     Measured = tuple[dict[str, Loss], Tensor]
 
@@ -43,73 +42,30 @@ REFERENCE_TOKENS = 16384
 """Padded tokens that the reference reads at a time. No plan decides it: the answers are the same anywhere."""
 
 
-class PassedOn:
-    """What a task has from `language`, the task of its language model, under the same name."""
-
-    def __set_name__(self, _: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, task: OnLanguageModel | None, _: type | None = None) -> Any:
-        return getattr(CausalLM if task is None else task.language, self.name)
-
-
-class OnLanguageModel(Task):
-    """A task whose network is a causal language model, or made from one."""
+class JudgedTask(OnLanguageModel):
+    """A task that learns from judged answers."""
 
     defaults, fast, demo = (SITUATIONS[kind] for kind in ("defaults", "fast", "demo"))
     adapter_lr: ClassVar = 1e-5
     """The rate of an adapter: ten times the model's."""
 
-    def __init__(self, recipe: Recipe, options: Any) -> None:
-        super().__init__(recipe, options)
-        self.language = CausalLM(recipe, options)
-
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
         """As for any causal language model; an adapter trains at ten times the rate, without dropout."""
-        found = implied_by_model(values, cls.defaults)
+        found = {**super().complete(values)}
         if values.get("adapter", "none") != "none":
             found |= {k: v for k, v in {"lr": cls.adapter_lr, "lora_dropout": 0.0}.items() if k not in values}
         return found
 
-    unread: Any = PassedOn()
-    check: Any = PassedOn()
-    check_for_plan: Any = PassedOn()
-    fetch: Any = PassedOn()
-    rate_share: Any = PassedOn()
-    measures_before: Any = PassedOn()
 
-
-class LanguageModelTask(OnLanguageModel):
-    """A causal language model that learns by another loss."""
-
-    exports: ClassVar = CausalLM.exports
-    follow_ups: ClassVar = CausalLM.follow_ups
-
-    build_model: Any = PassedOn()
-    build_model_on: Any = PassedOn()
-    export: Any = PassedOn()
-    answers: Any = PassedOn()
-    prompts: Any = PassedOn()
-    answer: Any = PassedOn()
-    answer_figures: Any = PassedOn()
-    describe_model: Any = PassedOn()
-    sample: Any = PassedOn()
-    writer: Any = PassedOn()
+class JudgedLanguageModel(JudgedTask, LanguageModelTask):
+    """A causal language model that learns from judged answers."""
 
     def model_size(self, facts: Facts) -> ModelSize:
-        return dataclasses.replace(self.language.model_size(facts), packs=False)
-
-    def export_as(
-        self, kind: str, final: Path, folder: Path, facts: Facts, batches: Callable[[], Iterable[Batch]]
-    ) -> Mapping[str, Any]:
-        def rows() -> Iterator[Batch]:
-            return ({"tokens": batch["tokens"].flatten(0, 1)} for batch in batches())
-
-        return self.language.export_as(kind, final, folder, facts, rows)
+        return dataclasses.replace(super().model_size(facts), packs=False)
 
 
-class HasReference(LanguageModelTask):
+class HasReference(JudgedLanguageModel):
     """It is held to a reference: the model as training finds it, asked once for log p of every answer."""
 
     def teacher(self) -> Teacher:
@@ -122,7 +78,7 @@ class HasReference(LanguageModelTask):
 
     def _reference_identity(self) -> str:
         """All that the reference's answers depend on, beside the samples."""
-        name, recipe, options = self.language.model_name, self.recipe, self.options
+        name, recipe, options = self.model_name, self.recipe, self.options
         if name in PRESETS:
             weights = [name, recipe.seed, recipe.max_length, recipe.options.get("vocab_size")]
         else:
@@ -146,7 +102,7 @@ class HasReference(LanguageModelTask):
         return {"log_probs": torch.cat([*map(added_up, found)])}
 
 
-class PairTask(OnLanguageModel):
+class PairTask(JudgedTask):
     """It learns from pairs of answers; a sample is a pair."""
 
     rows_per_sample: ClassVar = 2
@@ -177,7 +133,7 @@ class PairTask(OnLanguageModel):
         return {name: total / pairs for name, total in zip(self.figures, sums, strict=True)}
 
 
-class PreferenceTask(PairTask, LanguageModelTask):
+class PreferenceTask(PairTask, JudgedLanguageModel):
     """A causal language model that learns from pairs of answers.
 
     Metrics of each step and of held-out pairs, means over pairs. `reward_accuracy`: how often the chosen

@@ -20,7 +20,7 @@ from isobatch.models.base import StepContext
 from isobatch.models.causal_lm import generation
 from isobatch.models.causal_lm.generation import Sampling, TextStream, open_for_generation
 from isobatch.models.causal_lm.model_sizes import PRESETS
-from isobatch.models.causal_lm.task import CausalLM, CausalLMOptions
+from isobatch.models.causal_lm.task import CausalLM, DistilledOptions
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,7 +32,7 @@ STEP = StepContext(0, "evaluate", NativeNoise())
 def make(model: str = "tiny", **changes: Any) -> CausalLM:
     values = {"model": model, "starts_from": None, "tokenizer": None, "revision": None, "max_length": 12}
     values |= {"seed": 0, "dropout": None, "label_smoothing": 0.0, "options": {}, "optimizer": "adamw"}
-    return CausalLM(SimpleNamespace(**values | changes), CausalLMOptions())
+    return CausalLM(SimpleNamespace(**values | changes), DistilledOptions())
 
 
 def facts(folder: Path | str = "", **extra: Any) -> Any:
