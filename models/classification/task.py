@@ -325,6 +325,9 @@ class Classifier(Task):
         for one in simple.standings(problem, found, simple.measured(facts, batches) if facts else ()):
             metrics[f"{problem.headline} of {one['name']}"] = one["score"]
             metrics[f"beside {one['name']} the model is"] = one["verdict"]
+        if facts and problem.has_confidence and not found.is_correct.all():
+            way = "predict RUN --file FILE --out ANSWERS.csv, sorted by probability"
+            metrics["labels to doubt"] = f"where the surest predictions are others: {way}"
         return metrics
 
     def report(self) -> ClassifierReport:

@@ -122,6 +122,7 @@ def test_a_classifiers_figures_on_new_rows_are_said_with_their_noise(tmp_path: P
     known, every = (f"{later['accuracy'] * share:.4g}" for share in (1, 24 / 30))
     told = f"6 of 30 rows: accuracy {known} of the others, {every} of all, these as wrong"
     assert (later["samples"], later["with an unknown label"]) == (24, told)
+    assert ("labels to doubt" in later) == (later["accuracy"] < 1)
 
 
 def test_files_of_another_kind_are_refused_in_a_sentence(tmp_path: Path) -> None:
