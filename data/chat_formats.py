@@ -55,8 +55,8 @@ KNOWN = {simple_name(name): name for name in USUAL_COLUMNS["read"]["columns"]}
 """Simple name -> a column that rows of any kind are read from."""
 _BETWEEN = " -> "
 ACCEPTED = (
-    "--text-column names that of plain text; conversations are read from `messages` or `conversations`,"
-    " `instruction` and `output`, `prompt` and `completion`, `question` and `answer` and others: call them so"
+    "--text-column names that of plain text; conversations are read from `messages`, `instruction` and"
+    " `output`, `prompt` and `completion`, `question` and `answer`, `Frage` and `Antwort`, ...: call them so"
 )
 
 
