@@ -213,7 +213,7 @@ def fake_model(what: str) -> Any:
     """GPT-2 124M to train from scratch, or a Llama of that size with an adapter on every matrix."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from isobatch.models.causal_lm import adapters, chunked_cross_entropy, frozen_weights
+    from isobatch.models.causal_lm import adapters, chunked_cross_entropy
 
     if what == "gpt2":
         config = AutoConfig.for_model("gpt2", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
@@ -223,7 +223,6 @@ def fake_model(what: str) -> Any:
         model = AutoModelForCausalLM.from_config(config)
     chunked_cross_entropy.make_head_bypassable(model)
     if what != "gpt2":
-        frozen_weights.hold_matrices_in_bf16(model)
         options = {
             "r": 16,
             "alpha": 16,
@@ -236,7 +235,8 @@ def fake_model(what: str) -> Any:
         move, nn.Module.to = nn.Module.to, lambda self, *_, **__: self  # type: ignore[method-assign]
         with torch.device("cuda"):
             named = {f"lora_{name}": value for name, value in options.items()}
-            adapters.add_adapter(model, SimpleNamespace(adapter="lora", also_train=None, **named), "", None)
+            asked = SimpleNamespace(adapter="lora", also_train=None, frozen_dtype="bf16", **named)
+            adapters.add_adapter(model, asked, "", None)
         nn.Module.to = move  # type: ignore[method-assign]
     return model
 

@@ -119,15 +119,12 @@ def load_base_model(
     revision: str | None,
     bits: int = 16,
     remote_code: bool = False,
-    frozen_dtype: str = "fp32",
     device: Any = "cpu",
-    also_train: Sequence[str] = (),
     as_stored: bool = False,
 ) -> nn.Module:
-    """The pretrained model in fp32 on the CPU, its matrices in `bits` bits or, of 16, in `frozen_dtype`.
+    """The pretrained model in fp32 on the CPU, its matrices in `bits` bits.
 
-    With `as_stored` all is in the number format of its files. The tables of `also_train` (--also-train) are
-    held in fp32.
+    With `as_stored` and 16 bits all is in the number format of its files.
 
     Matrices in 8 or 4 bits, and all else of that model, are on `device`: bitsandbytes cannot move the
     statistics of 8-bit matrices afterwards.
@@ -137,19 +134,14 @@ def load_base_model(
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    rounds = frozen_dtype == "bf16"
     model: nn.Module = AutoModelForCausalLM.from_pretrained(
         path,
         config=config,
         revision=revision or "main",
-        dtype="auto" if as_stored or (rounds and bits == 16) else torch.float32,
+        dtype="auto" if as_stored and bits == 16 else torch.float32,
         **quantized_loading(bits, device),
         **hub.remote_code_kwargs(remote_code),
     )
-    if rounds:
-        from isobatch.models.causal_lm.frozen_weights import hold_matrices_in_bf16
-
-        hold_matrices_in_bf16(model, lora.modules_named(model, also_train))
     for module in model.modules():
         if type(module).__name__ == "Linear4bit":
             module.register_forward_pre_hook(_follow_autocast)
@@ -182,16 +174,18 @@ def quantized_loading(bits: int, device: Any) -> dict[str, Any]:
 def add_adapter(
     model: nn.Module, options: Any, base: str, revision: str | None, also: Sequence[str] = ()
 ) -> None:
-    """Add adapters to a model in place; its other weights are frozen, except the biases of --lora-bias, and
-    the modules `also`.
+    """Add adapters to a model in place; its other weights are frozen, and rounded as --frozen-dtype says,
+    except the biases of --lora-bias, the tables of --also-train, and the modules `also`.
 
     `base`: the model's folder or hub id, which a saved adapter names.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
-    from isobatch.models.causal_lm.frozen_weights import held_in_fp32
+    from isobatch.models.causal_lm.frozen_weights import held_in_fp32, hold_matrices_in_bf16
 
     folder, head = Path(base).expanduser(), [*lora.modules_named(model, options.also_train or ()), *also]
+    if options.frozen_dtype == "bf16":
+        hold_matrices_in_bf16(model, head)
     config = LoraConfig(
         task_type="CAUSAL_LM",
         base_model_name_or_path=str(folder.resolve()) if folder.is_dir() else base,

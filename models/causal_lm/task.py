@@ -208,10 +208,9 @@ class LanguageModelTask(OnLanguageModel):
         if self.model_name in PRESETS:
             model: nn.Module = GPT2LMHeadModel(config)
         else:
-            kind = options.load_bits, options.remote_code, options.frozen_dtype
-            where, tables = device, options.also_train or ()
-            path = hub.fetch_weights(self.model_name, revision)
-            model = adapters.load_base_model(path, config, revision, *kind, where, tables)
+            path, rounds = hub.fetch_weights(self.model_name, revision), options.frozen_dtype == "bf16"
+            kind = options.load_bits, options.remote_code, device, rounds
+            model = adapters.load_base_model(path, config, revision, *kind)
             if options.adapter != "none":
                 adapters.add_adapter(model, options, self.model_name, revision)
         chunked_cross_entropy.make_head_bypassable(model)

@@ -98,10 +98,6 @@ class RewardModel(PairTask):
         path, rounds = hub.fetch_weights(name, revision), options.frozen_dtype == "bf16"
         code = hub.remote_code_kwargs(options.remote_code)
         model = open_scorer(path, revision, "auto" if rounds else torch.float32, config=config, **code)
-        if rounds:
-            from isobatch.models.causal_lm.frozen_weights import hold_matrices_in_bf16
-
-            hold_matrices_in_bf16(model, [HEAD])
         if options.adapter != "none":
             adapters.add_adapter(model, options, name, revision, [HEAD])
             model.peft_config["default"].task_type = "SEQ_CLS"

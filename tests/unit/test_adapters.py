@@ -187,7 +187,7 @@ def test_tables_that_train_whole_open_in_plain_peft(tied: bool, tmp_path: Path) 
     AutoModelForCausalLM.from_config(config).save_pretrained(base)
     final.mkdir()
     options = CausalLMOptions(adapter="lora", frozen_dtype="bf16", also_train=("embeddings", "head"))
-    model: Any = adapters.load_base_model(str(base), config, None, 16, False, "bf16", also_train=("head",))
+    model: Any = adapters.load_base_model(str(base), config, None, as_stored=True)
     adapters.add_adapter(model, options, str(base), None)
     tables = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
     assert all(table.requires_grad and table.dtype == torch.float32 for table in tables)
@@ -217,8 +217,9 @@ def test_an_evaluation_changes_nothing_of_rounded_weights(
     torch.manual_seed(0)
     config = config_of(family)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    model: Any = adapters.load_base_model(str(tmp_path), config, None, bits, frozen_dtype=frozen)
-    adapters.add_adapter(model, CausalLMOptions(adapter="lora", lora_dropout=0.0), "base", None)
+    model: Any = adapters.load_base_model(str(tmp_path), config, None, bits)
+    options = CausalLMOptions(adapter="lora", lora_dropout=0.0, frozen_dtype=frozen)
+    adapters.add_adapter(model, options, "base", None)
 
     def gradients() -> list[torch.Tensor]:
         model.train().zero_grad()

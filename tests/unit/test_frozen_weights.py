@@ -36,9 +36,10 @@ def opened(family: str, folder: Path, adapter: str = "lora", frozen_dtype: str =
     config = config_of(family)
     for name in [n for n in config.to_dict() if n.endswith(("dropout", "pdrop"))]:
         setattr(config, name, 0.0)
-    model: Any = adapters.load_base_model(str(folder), config, None, frozen_dtype=frozen_dtype)
+    model: Any = adapters.load_base_model(str(folder), config, None, as_stored=frozen_dtype == "bf16")
     torch.manual_seed(1)
-    adapters.add_adapter(model, CausalLMOptions(adapter=adapter, lora_dropout=0.0), "base", None)
+    options = CausalLMOptions(adapter=adapter, lora_dropout=0.0, frozen_dtype=frozen_dtype)
+    adapters.add_adapter(model, options, "base", None)
     chunked_cross_entropy.make_head_bypassable(model)
     return model.train()
 
