@@ -83,9 +83,8 @@ def check_targets(matrices: Iterable[str], wanted: str) -> None:
 
     Embeddings and head are refused: they may be one tied table.
     """
-    suffixes = [] if wanted in ("auto", "all-linear") else [name.strip() for name in wanted.split(",")]
-    for name in suffixes:
-        if not any(f".{matrix}".endswith(f".{name}") for matrix in matrices):
+    for name in () if wanted == "auto" else wanted_names(wanted, "") or ():
+        if not any(is_target(matrix, [name]) for matrix in matrices):
             known = ", ".join(sorted({matrix.rpartition(".")[2] for matrix in matrices}))
             raise UserError(f"--lora-targets {wanted}: {name} is no matrix of the blocks; there are {known}")
 

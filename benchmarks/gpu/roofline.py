@@ -389,7 +389,7 @@ def measure(what: str = "gpt2", rows: int = 16, length: int = 1024, mode: str = 
 
         def loss(states: Tensor) -> Tensor:
             kernels.part = "head"
-            return head.chunked_loss(states, tokens.flatten(), model.lm_head.weight, None, rows * length)
+            return head.chunked_loss(states, tokens.flatten(), model.lm_head, rows * length)
 
         with kernels:
             with torch.autocast("cuda", torch.bfloat16):

@@ -242,7 +242,7 @@ def detect_gpus(env: Mapping[str, str], execute: CommandRunner, root: Path = Pat
     if not seen.devices and (own or (shared and "driver" in seen.why_unusable)):
         # Only the device files are known. Where none is NVIDIA's own, the GPU may be one that torch is not
         # made for: no GPU then, unless torch complains of its driver.
-        return (make_gpu("NVIDIA GPU", 0, (0, 0), [], why_unusable=seen.why_unusable),) * max(1, own)
+        return (replace(make_gpu("NVIDIA GPU", 0, (0, 0), []), why_unusable=seen.why_unusable),) * max(1, own)
     built, taken = seen.architectures, seen.taken or [0] * len(seen.devices)
     gpus = (make_gpu(name, memory, (a, b), built, chip) for name, memory, a, b, chip in seen.devices)
     pairs = zip(gpus, taken, strict=True)
@@ -250,12 +250,7 @@ def detect_gpus(env: Mapping[str, str], execute: CommandRunner, root: Path = Pat
 
 
 def make_gpu(
-    name: str,
-    memory: int,
-    capability: tuple[int, int],
-    architectures: list[str],
-    chip: str = "",
-    why_unusable: str = "",
+    name: str, memory: int, capability: tuple[int, int], architectures: list[str], chip: str = ""
 ) -> Gpu:
     """A detected GPU with the rates of the GPU table, or low estimates where it is not in the table.
 
@@ -263,13 +258,11 @@ def make_gpu(
     """
     known, half = find_gpu_model(name), 30e12 if capability >= (7, 0) else None
     cautious = {"fp32": 8e12, "fp16": half, "bf16": half if capability >= (8, 0) else None}
-    runs = chip in architectures if chip else is_supported(capability, architectures)
     return Gpu(
         name=name,
         memory_bytes=memory,
         compute_capability=capability,
-        supported=runs and not why_unusable,
-        why_unusable=why_unusable,
+        supported=chip in architectures if chip else is_supported(capability, architectures),
         peak_flops=known.gpu.peak_flops if known else cautious,
         memory_bandwidth=known.gpu.memory_bandwidth if known else 300e9,
         link_bandwidth=PCIE if known is None or "pcie" in name.lower() else known.gpu.link_bandwidth,

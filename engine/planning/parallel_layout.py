@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import re
 from collections.abc import Iterator
@@ -229,7 +228,7 @@ def candidate_process_counts(case: PlanningCase) -> list[int]:
 
 def _powers_to(most: int) -> set[int]:
     """The powers of two up to `most`, and `most`."""
-    return {most, *itertools.takewhile(lambda power: power <= most, (2**k for k in itertools.count()))}
+    return {most, *(2**k for k in range(most.bit_length()))}
 
 
 def fastest_layout(layouts: list[ParallelLayout]) -> ParallelLayout:

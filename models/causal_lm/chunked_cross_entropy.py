@@ -70,7 +70,7 @@ def next_token_loss(
     flat = targets.flatten()
 
     def loss(states: Tensor) -> Tensor:
-        return chunked_loss(states, flat, head.weight, head.bias, count, smoothing)
+        return chunked_loss(states, flat, head, count, smoothing)
 
     return at_head(head, model, tokens, loss)
 
@@ -96,12 +96,7 @@ def run_model(model: Any, tokens: Tensor) -> Tensor:
 
 
 def chunked_loss(
-    states: Tensor,
-    targets: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    count: int | None = None,
-    smoothing: float = 0.0,
+    states: Tensor, targets: Tensor, head: nn.Linear, count: int | None = None, smoothing: float = 0.0
 ) -> Tensor:
     """Sum of -log p of the targets under a linear head, in nats and fp32.
 
@@ -109,16 +104,16 @@ def chunked_loss(
     predicted, where the host knows it, so that it need not wait for the device to count them; `smoothing`
     as in `next_token_loss`.
     """
-    rows, weights = predicted_rows(targets, count), _weights(weight, bias)
+    rows = predicted_rows(targets, count)
     total: Tensor = ChunkedCrossEntropy.apply(
-        states.index_select(0, rows), *weights, targets.index_select(0, rows), smoothing
+        states.index_select(0, rows), *_weights(head), targets.index_select(0, rows), smoothing
     )
     return total
 
 
-def _weights(weight: Tensor, bias: Tensor | None) -> list[Tensor | None]:
+def _weights(head: nn.Linear) -> list[Tensor | None]:
     """Detached where no gradient is wanted, which an autograd.Function's forward cannot see."""
-    return [w if w is None or torch.is_grad_enabled() else w.detach() for w in (weight, bias)]
+    return [w if w is None or torch.is_grad_enabled() else w.detach() for w in (head.weight, head.bias)]
 
 
 def predicted_rows(targets: Tensor, count: int | None) -> Tensor:
@@ -225,7 +220,7 @@ def loss_of_logits(model: Any, tokens: Tensor, rows: Tensor, compute: LogitLoss)
         return compute(slice(None), logits)
 
     def at_rows(states: Tensor) -> Any:
-        return ChunkedLoss.apply(states.index_select(0, rows), *_weights(head.weight, head.bias), compute)
+        return ChunkedLoss.apply(states.index_select(0, rows), *_weights(head), compute)
 
     return at_head(head, model, tokens, at_rows)
 
@@ -270,8 +265,8 @@ def token_log_probs(model: Any, tokens: Tensor, targets: Tensor, count: int | No
     rows = predicted_rows(flat, count)
 
     def of_rows(states: Tensor) -> Any:
-        weights = _weights(head.weight, head.bias)
-        return ChunkedLogProbs.apply(states.index_select(0, rows), *weights, flat.index_select(0, rows))
+        predicting = states.index_select(0, rows)
+        return ChunkedLogProbs.apply(predicting, *_weights(head), flat.index_select(0, rows))
 
     found = at_head(head, model, tokens, of_rows)
     # Added up row by row, and not by index_add, whose order on a GPU is any.

@@ -56,11 +56,11 @@ class Fitted(NamedTuple):
 
 
 @torch.no_grad()
-def fit_unmeasured(net: Any, final: Path, has_model: bool = True, earlier: Path | None = None) -> str:
+def fit_unmeasured(net: Any, final: Path, earlier: Path | None = None) -> str:
     """Keep the baselines in `final` where nothing is held out. BEST is what the run in `earlier` chose on its
     validation data, which is said; "" where it chose nothing, and BEST the model, or EASE without a network.
     """
-    fitted = _fitted(net, None, 0, earlier)
+    fitted, has_model = _fitted(net, None, 0, earlier), net.is_trained
     kept, best = _read(earlier) if earlier and (earlier / BASELINES_FILE).is_file() else ({}, "")
     shares = {name: float(share) for name, share in kept.get(BLEND, {}).items()}
     if not shares or not {*fitted, POPULARITY, BLEND, *[MODEL] * has_model}.issuperset({best, *shares}):
@@ -72,27 +72,22 @@ def fit_unmeasured(net: Any, final: Path, has_model: bool = True, earlier: Path 
 
 @torch.no_grad()
 def final_figures(
-    net: Any,
-    final: Path,
-    batches: Batches,
-    validation: Batches | None,
-    k: int,
-    has_model: bool = True,
-    earlier: Path | None = None,
+    net: Any, final: Path, batches: Batches, validation: Batches | None, k: int, earlier: Path | None = None
 ) -> dict[str, Any]:
     """Keep the baselines in `final`; the metrics of each, and how sure its difference to the model's is.
 
     Settings, and the best of all, are those with the best NDCG among all items in `validation`, never in
-    `batches`. `has_model`: whether the network was trained; if not, the best stands in its place. `earlier`:
-    final/ of the run that this one goes on from, whose settings of the classics are not chosen again.
+    `batches`; it stands in the place of a network that was not trained. `earlier`: final/ of the run that
+    this one goes on from, whose settings of the classics are not chosen again.
     """
     thin = validation and _thinned(net, validation)
-    fitted, best = _fitted(net, thin, k, earlier), MODEL if has_model else EASE
+    fitted, best = _fitted(net, thin, k, earlier), MODEL if net.is_trained else EASE
     found: dict[str, Any] = {f"{n}_{of}": v for n, one in fitted.items() for of, v in one.settings.items()}
     if thin is not None:
         scorers = _scorers(net, {name: one.arrays for name, one in fitted.items()})
         ndcg = {name: one.full_ndcg for name, one in fitted.items()}
-        ndcg |= {name: _ndcg(net, scorers[name], thin, k) for name in [MODEL, POPULARITY][not has_model :]}
+        others = [MODEL, POPULARITY] if net.is_trained else [POPULARITY]
+        ndcg |= {name: _ndcg(net, scorers[name], thin, k) for name in others}
         first, second = sorted(ndcg, key=lambda name: -ndcg[name])[:2]
         blends = []
         for share in BLEND_WEIGHTS:
@@ -107,7 +102,7 @@ def final_figures(
         found |= {"blend_of": " + ".join(shares), "best_on_validation": best}
         found[f"full_ndcg@{k}_on_validation"] = ndcg
     _write(final, net, fitted, best)
-    return found | kept_metrics(net, final, batches, k, has_model)
+    return found | kept_metrics(net, final, batches, k)
 
 
 def _thinned(net: Any, batches: Batches) -> Batches:
@@ -143,14 +138,14 @@ def _fitted(net: Any, validation: Batches | None, k: int, earlier: Path | None) 
 
 
 @torch.no_grad()
-def kept_metrics(net: Any, final: Path, batches: Batches, k: int, has_model: bool = True) -> dict[str, Any]:
+def kept_metrics(net: Any, final: Path, batches: Batches, k: int) -> dict[str, Any]:
     """How the baselines in `final` rank, and 95 % intervals of their full_ndcg less the model's.
 
     Where the network was not trained, the best on the validation data has the names of the model's metrics.
     """
+    has_model, (kept, best) = net.is_trained, _read(final)
     doing("measuring baselines beside the model" if has_model else "measuring the classics")
     net.eval()
-    kept, best = _read(final)
     user, item = (torch.cat([batch[name].long() for batch in batches()]) for name in ("user", "item"))
     scorers, own = _scorers(net, kept), MODEL if has_model else best
     ranked = {n: ranking.measure(net, s, batches(), k) for n, s in scorers.items() if has_model or n != MODEL}

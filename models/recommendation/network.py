@@ -68,6 +68,8 @@ class RecommenderNet(nn.Module):
         """(items,) number of training interactions."""
         self.repeats = False
         """Whether what a user had may come again, and stays among the candidates of a ranking."""
+        self.is_trained = True
+        """Whether it ranks at all: with --head none the classics alone do."""
         self.encoder = encoder
         self.text_vectors_fixed = False
         """Whether training uses `text_vectors` too, so that the encoder gets no gradient."""

@@ -243,7 +243,7 @@ class Recommender(Task):
             # Probabilities need to know how many items a user takes.
             bias, head = options.loss != "sampled-softmax", options.head if self._has_network else "dot"
             net = RecommenderNet(known, options.dim, layers, head, encoder, user_bias=bias)
-        net.repeats = bool(facts.extra.get("repeats"))
+        net.repeats, net.is_trained = bool(facts.extra.get("repeats")), self._has_network
         return net
 
     def _build_encoder(self, facts: Facts, known: catalogue.Catalogue) -> Any:
@@ -332,8 +332,7 @@ class Recommender(Task):
         from isobatch.models.recommendation import baselines
 
         valid = partial(batches, "valid") if {"valid", "test"} <= facts.samples.keys() else None
-        more = self.options.top_k, self._has_network, self._earlier
-        return baselines.final_figures(model, final, batches, valid, *more)
+        return baselines.final_figures(model, final, batches, valid, self.options.top_k, self._earlier)
 
     @property
     def _earlier(self) -> Path | None:
@@ -345,7 +344,7 @@ class Recommender(Task):
         """Fit the baselines to all interactions."""
         from isobatch.models.recommendation import baselines
 
-        if best := baselines.fit_unmeasured(model, final, self._has_network, self._earlier):
+        if best := baselines.fit_unmeasured(model, final, self._earlier):
             chosen = "with the settings that the run of --from chose on its validation data"
             return f"lists are by {best}, {chosen}"
         which = "whether the model or a baseline" if self._has_network else "which of the classics"
@@ -355,7 +354,7 @@ class Recommender(Task):
         """See `models/protocols.py::KeepsBaselines`."""
         from isobatch.models.recommendation import baselines
 
-        return baselines.kept_metrics(model, final, batches, self.options.top_k, self._has_network)
+        return baselines.kept_metrics(model, final, batches, self.options.top_k)
 
     def final_remark(self, metrics: Mapping[str, Any]) -> str:
         """What ranks the lists; which baseline ranks better than the model, the best of them; what to try."""

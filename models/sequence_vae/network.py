@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -130,7 +130,7 @@ class Head(nn.Linear):
         """
         if targets is None:
             return super().forward(states)
-        return chunked_loss(states, targets, self.weight, self.bias, count)
+        return chunked_loss(states, targets, self, count)
 
 
 class Decoder(nn.Module):
@@ -157,14 +157,6 @@ class Decoder(nn.Module):
     def forward(self, inputs: Tensor, z: Tensor, targets: Tensor, count: int | None = None) -> Tensor:
         """Sum of -log p(target) in nats, 0-d. `inputs`, `targets` (B, T); z (B, L); `count`: see Head."""
         return self.head(self.states(inputs, z).flatten(0, 1), targets.flatten(), count)
-
-
-class Output(NamedTuple):
-    """What the network computes for a micro-batch."""
-
-    nll: Tensor
-    """0-d: sum of -log p(x|z), in nats."""
-    posterior: Posterior
 
 
 class Objective(nn.Module):
@@ -213,21 +205,21 @@ class VAENetwork(nn.Module):
         self,
         tokens: Tensor,
         length: Tensor,
-        noise: Tensor | None,
+        noise: Tensor,
         dropped: Tensor | None = None,
         tokens_in_all: int | None = None,
-    ) -> Output:
-        """tokens (B, T) int64 whose rows end with the end token, length (B,).
+    ) -> tuple[Tensor, Posterior]:
+        """The sum of -log p(x|z) of tokens (B, T) int64 whose rows end with the end token, length (B,), 0-d
+        and in nats; their posterior.
 
-        `noise` (B, L) standard normal; None takes the posterior's mean. `dropped` (B, T) bool: inputs that
-        the decoder reads as unknown. `tokens_in_all`: the sum of `length`, where the host knows it.
+        `noise` (B, L) standard normal. `dropped` (B, T) bool: inputs that the decoder reads as unknown.
+        `tokens_in_all`: the sum of `length`, where the host knows it.
         """
         posterior = self.encoder(tokens, length)
-        z = posterior.mean if noise is None else posterior.sample(noise)
         inputs, targets = self.inputs_and_targets(tokens, length)
         if dropped is not None:
             inputs = inputs.masked_fill(dropped, self.config.unk)
-        return Output(self.decoder(inputs, z, targets, tokens_in_all), posterior)
+        return self.decoder(inputs, posterior.sample(noise), targets, tokens_in_all), posterior
 
     def inputs_and_targets(self, tokens: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
         """(B, T) each: tokens moved right behind the first token, and tokens with padding ignored."""

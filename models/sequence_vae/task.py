@@ -25,7 +25,7 @@ from isobatch.models.model_card import ModelDescription
 from isobatch.models.protocols import Drawing, TaskReport
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
     from isobatch.core.facts import Facts
     from isobatch.core.recipe import Recipe
@@ -200,27 +200,22 @@ class SequenceVAE(Task):
 
         network: Any = getattr(model, "module", model)
         tokens, length = batch["tokens"].long(), batch["length"]
-        dropped = self._dropped_words(tokens, step)
+        share, dropped = self.options.word_dropout, None
+        if share:  # of the inputs that the decoder sees; the first token of a row it always does
+            dropped = step.noise.uniform("word-dropout", tokens.shape[1:]) < share
+            dropped[:, 0] = False
         monitor = network.monitor if step.positions is not None else None
         noise = step.noise.normal("posterior", (self.options.latent,))
         in_all = None if step.host is None else int(step.host["length"].numpy().sum())
-        output = model(tokens, length, noise, dropped, in_all)
-        kl = output.posterior.kl()
+        nll, posterior = model(tokens, length, noise, dropped, in_all)
+        kl = posterior.kl()
         per_sample = kl.sum(1)
-        count = torch.full_like(output.nll, len(tokens))
-        step.record("totals", torch.stack([count, length.sum(), per_sample.sum(), output.nll]))
+        count = torch.full_like(nll, len(tokens))
+        step.record("totals", torch.stack([count, length.sum(), per_sample.sum(), nll]))
         if monitor is not None:
-            monitor.record(output.posterior, kl, step)
+            monitor.record(posterior, kl, step)
         term = network.objective.kl_term(per_sample, step.number, step.total_steps)
-        return {"reconstruction": Loss(output.nll, "sample"), "kl_term": Loss(term, "sample")}
-
-    def _dropped_words(self, tokens: Tensor, step: StepContext) -> Tensor | None:
-        """(B, T) bool: inputs that the decoder does not see; the first token of a row always is."""
-        if not self.options.word_dropout:
-            return None
-        dropped = step.noise.uniform("word-dropout", tokens.shape[1:]) < self.options.word_dropout
-        dropped[:, 0] = False
-        return dropped
+        return {"reconstruction": Loss(nll, "sample"), "kl_term": Loss(term, "sample")}
 
     def step_figures(self, recorded: Mapping[str, Any]) -> Mapping[str, float]:
         """`kl`: nats per sample of the global batch."""
@@ -265,13 +260,13 @@ class SequenceVAE(Task):
         import torch
 
         tokens, length = batch["tokens"].long(), batch["length"]
-        output = model(tokens, length, step.noise.normal("posterior", (self.options.latent,)))
+        nll, posterior = model(tokens, length, step.noise.normal("posterior", (self.options.latent,)))
         count = len(tokens)
         return {
-            "nll": Sum(output.nll, count),
-            "kl": Sum(output.posterior.kl().sum(), count),
+            "nll": Sum(nll, count),
+            "kl": Sum(posterior.kl().sum(), count),
             "tokens": Sum(length.sum(), count),
-            "posterior": Rows(torch.cat(list(output.posterior), dim=1)),
+            "posterior": Rows(torch.cat(list(posterior), dim=1)),
         }
 
     def metrics(self, parts: Mapping[str, Any], split: str, facts: Facts) -> dict[str, Any]:

@@ -157,14 +157,15 @@ def test_a_blend_adds_standardized_scores_of_the_two_best(tmp_path: Path) -> Non
 
 def test_without_a_network_the_best_classic_stands_in_its_place(tmp_path: Path) -> None:
     model, _ = write_model(tmp_path)
-    found = baselines.final_figures(model, tmp_path, lambda: [TEST], lambda: [VALID], 3, has_model=False)
+    model.is_trained = False
+    found = baselines.final_figures(model, tmp_path, lambda: [TEST], lambda: [VALID], 3)
     best = found["best_on_validation"]
     assert best in BASELINES
     assert "model" not in found["blend_of"]
     assert f"full_{best}_ndcg@3_difference_ci95" not in found
     if best != "popularity":
         assert found["full_ndcg@3"] == found[f"full_{best}_ndcg@3"]
-    baselines.fit_unmeasured(model, tmp_path, has_model=False)
+    baselines.fit_unmeasured(model, tmp_path)
     assert open_recommendations(tmp_path).by == "ease"
     (tmp_path / "config.json").write_text(json.dumps({"head": "none"}))
     with pytest.raises(UserError, match="--by model: this run trained none"):
@@ -325,6 +326,7 @@ def test_a_run_that_goes_on_keeps_the_settings_of_the_classics(
 def test_a_run_without_held_out_data_ranks_as_the_one_before_chose(has_model: bool, tmp_path: Path) -> None:
     """Also one that goes on from that in turn; a classic that cannot be fitted is not chosen."""
     model, _ = write_model(tmp_path)
+    model.is_trained = has_model
     kept, _ = baselines._read(tmp_path)  # noqa: SLF001
     shares = {"als": torch.tensor([0.3]), "model" if has_model else "knn": torch.tensor([0.7])}
     fits = {n: baselines.Fitted(0.0, {}, a, SETTINGS.get(n)) for n, a in (kept | {"blend": shares}).items()}
@@ -332,12 +334,13 @@ def test_a_run_without_held_out_data_ranks_as_the_one_before_chose(has_model: bo
         baselines._write(tmp_path, model, fits, best)  # noqa: SLF001
         for folder, earlier in (("live", tmp_path), ("tuesday", tmp_path / "live")):
             (tmp_path / folder).mkdir(exist_ok=True)
-            said = baselines.fit_unmeasured(model, tmp_path / folder, has_model, earlier)
+            said = baselines.fit_unmeasured(model, tmp_path / folder, earlier)
             assert said == ("als" if best == "als" else f"0.3 als + 0.7 {[*shares][1]}")
             again, chosen = baselines._read(tmp_path / folder)  # noqa: SLF001
             assert (chosen, again["blend"]) == (best, shares)
     if has_model:
-        assert baselines.fit_unmeasured(model, tmp_path / "live", False, tmp_path) == ""
+        model.is_trained = False
+        assert baselines.fit_unmeasured(model, tmp_path / "live", tmp_path) == ""
         assert baselines._read(tmp_path / "live")[1] == "ease"  # noqa: SLF001
 
 

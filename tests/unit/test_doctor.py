@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import filelock
@@ -29,7 +30,8 @@ NO_CUDA = "this torch is a build for CPUs: install one for CUDA (pytorch.org)"
 
 
 def gpu_checks(capability: tuple[int, int] = (8, 9), why: str = "") -> list[Check]:
-    gpu = make_gpu("NVIDIA L4", 24 * GB, capability, ["sm_80", "sm_90"], why_unusable=why)
+    gpu = make_gpu("NVIDIA L4", 24 * GB, capability, ["sm_80", "sm_90"])
+    gpu = replace(gpu, supported=gpu.supported and not why, why_unusable=why)
     return machine.check_gpus(Hardware(kind="cuda", gpus=(gpu,), cpus=8, ram_bytes=64 * GB))
 
 
