@@ -245,15 +245,15 @@ def load(folder: str | Path, *, trust: bool = False) -> Run:
 def verify(run: Run | str | Path, **options: Any) -> Verification:
     """Redo logged steps of a run in another cut and compare.
 
-    `options`: steps=3, processes=1, strategy="auto", micro_batch=None, data=None, trust=False, as `isobatch
-    verify` has them. Raises UserError.
+    `options`: steps=3, processes=1, strategy="auto", micro_batch=None, data=None, base=None, trust=False, as
+    `isobatch verify` has them. Raises UserError.
     """
     from isobatch.launch.local.verify_run import VerifyOptions, verify_run
 
     found = run if isinstance(run, Run) else load(run)
     asked = build_options(VerifyOptions, options)
     with preserve_process_state():
-        report = verify_run(open_run(found.folder, asked.trust), asked, owns_process=False)
+        report = verify_run(open_run(found.folder, asked.trust, asked.base), asked, owns_process=False)
     return Verification(**{field.name: report[field.name] for field in dataclasses.fields(Verification)})
 
 
@@ -264,7 +264,7 @@ def replay(
     """`(model, batch, step)` of a step of a run, redone here from its nearest checkpoint in one process.
 
     `task.loss(model, batch, step)` is then what the run computed. `samples`: only these of the batch.
-    `options`: precision, device, data, trust, as `isobatch replay` has them. Raises UserError.
+    `options`: precision, device, data, base, trust, as `isobatch replay` has them. Raises UserError.
 
         with isobatch.replay("runs/mine", 120) as (model, batch, step):
             print(model(batch["input_ids"]).logits)
@@ -275,7 +275,7 @@ def replay(
     found = run if isinstance(run, Run) else load(run)
     asked = ReplayOptions(**known_options(options, (ReplayOptions,)), step=step, phase=phase)
     with preserve_process_state():
-        opened = open_replay(open_run(found.folder, asked.trust), asked)
+        opened = open_replay(open_run(found.folder, asked.trust, asked.base), asked)
         with open_step(*opened, samples) as parts:
             yield parts
 

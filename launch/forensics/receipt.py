@@ -36,14 +36,11 @@ from isobatch.engine.verification.proof import within
 from isobatch.engine.verification.tolerance import TOLERANCE
 from isobatch.launch.local import run_setup
 from isobatch.launch.local.arguments import read_command
-from isobatch.launch.local.options import DataOptions
+from isobatch.launch.local.options import DataOptions, RedoOptions
 from isobatch.launch.local.verify_run import VerifyOptions, redo_first_steps, verify_run
-from isobatch.models import hub
 
 FILE = "receipt.json"
 NAMESPACE = "isobatch"
-BEGINNINGS = (*consent.NAMED_ONLY, "from", "tokenizer")
-"""What of a recipe `--base` stands for."""
 Content = dict[str, Any]
 """A receipt, as JSON."""
 
@@ -59,14 +56,11 @@ class ReceiptOptions(DataOptions):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AuditOptions(DataOptions):
+class AuditOptions(RedoOptions):
     """Flags of `receipt check`."""
 
     run: str | None = None
     """The run's folder, if it was handed over; by default the receipt's own where it lies in one."""
-    base: str | None = None
-    """Where that lies now with which it begins (--teacher, --pruned, --model, --from): a run, its final/, or
-    a folder that holds each by its name."""
     steps: Positive = 3
     """Least number of steps to make again from each starting point."""
     processes: Positive = 1
@@ -141,7 +135,7 @@ def audit_receipt(file: Path, options: AuditOptions) -> Finding:
     """Check a receipt. Raises UserError where it is none, or its data cannot be had."""
     content, found = read_receipt(file), Finding()
     recipe, hashed = Recipe.from_dict(content["recipe"]), content["recipe_hash"]
-    here = recipe if options.base is None else recipe_here(recipe, options.base)
+    here = recipe if options.base is None else run_setup.recipe_here(recipe, options.base)
     try:
         _check_signature(file, options.signers, found)
         check(recipe.hash() == hashed, f"its recipe hashes to {recipe.hash()}, and it says {hashed}")
@@ -164,28 +158,6 @@ def audit_receipt(file: Path, options: AuditOptions) -> Finding:
     except (WrongRecordError, TrainingError) as error:
         found.problems.append(str(error))
     return found
-
-
-def recipe_here(recipe: Recipe, base: str) -> Recipe:
-    """A recipe with the places where what it begins with lies now: what is gone lies in the folder `base` by
-    its last name, or is `base` itself where that is one model. Raises UserError.
-    """
-    folder, here, begun = Path(base).expanduser().resolve(), dict[str, str](), recipe.starts_from
-    folder = folder.parent if folder.name == "final" and (folder.parent / "recipe.json").is_file() else folder
-    named = [(name, place) for name, place in consent.places(recipe) if name in BEGINNINGS]
-    gone = {n: p for n, p in named if not (Path(p).expanduser().exists() or hub.snapshot(p, recipe.revision))}
-    models = {hub.last_name(place) for name, place in gone.items() if name != "tokenizer"}
-    unknown = sorted(name for name in models if not (folder / name).exists())
-    if unknown and len(models) > 1:
-        all_of = f"give a folder that holds {', '.join(sorted(models))} by these names"
-        raise UserError(f"--base {base}: holds no {' and no '.join(unknown)}: {all_of}")
-    for name, place in gone.items():
-        at = at if (at := folder / hub.last_name(place)).exists() else folder
-        at = at / "final" if name != "from" and (at / "final").is_dir() else at
-        here[name] = hub.resolve_model(str(at), "--base") if name in consent.NAMED_ONLY else str(at)
-    options = recipe.options | {name: here.pop(name) for name in ("teacher", "pruned") if name in here}
-    begun = {**begun, "run": here.pop("from")} if begun and "from" in here else begun
-    return dataclasses.replace(recipe, **here, options=options, starts_from=begun)  # type: ignore[arg-type]
 
 
 def read_receipt(file: Path) -> Content:

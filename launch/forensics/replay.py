@@ -17,7 +17,7 @@ from isobatch.engine.runs.log_reader import newest_rows
 from isobatch.engine.train.figures import is_step
 from isobatch.engine.verification.run_order import require_step
 from isobatch.engine.verification.windows import Window, window_to
-from isobatch.launch.local.options import DataOptions
+from isobatch.launch.local.options import RedoOptions
 from isobatch.launch.local.redo_steps import plan_to_redo
 from isobatch.launch.local.run_setup import locate_data, open_single_run
 
@@ -31,7 +31,7 @@ SHOWN = 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReplayOptions(DataOptions):
+class ReplayOptions(RedoOptions):
     """Flags of `replay`."""
 
     step: Positive | None = None
@@ -47,7 +47,7 @@ class ReplayOptions(DataOptions):
 
 
 def replay(words: Sequence[str]) -> int:
-    """Usage: replay RUN [--step N] [--phase NAME] [--precision fp32] [--json]
+    """Usage: replay RUN [--step N] [--phase NAME] [--precision fp32] [--base PLACE] [--json]
 
     Goes from the nearest kept checkpoint to the step, with the batches, the noise and the rates of the run,
     in one process, and shows the losses by sample, the first module with a NaN, and the largest gradients.

@@ -33,6 +33,15 @@ class DataOptions(AnswerOptions):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RedoOptions(DataOptions):
+    """The flags of commands that redo steps of a run."""
+
+    base: str | None = None
+    """Where that lies now with which it begins (--teacher, --pruned, --model, --from): a run, its final/, or
+    a folder that holds each by its name."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedOptions(AnswerOptions):
     """The flags of commands that show a plan."""
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from isobatch.core import atomic_files
-from isobatch.core.errors import DONE, TrainingError
+from isobatch.core.errors import DONE, NotHereError, TrainingError, UserError
 from isobatch.core.facts import Facts
 from isobatch.core.flags import Interval
 from isobatch.core.package import TRAIN_SCRIPT
@@ -25,6 +25,7 @@ from isobatch.core.plan import Plan, PlanOptions
 from isobatch.core.recipe import Recipe
 from isobatch.core.terminal import doing
 from isobatch.engine import consent
+from isobatch.engine.checkpointing.weight_files import start_folder
 from isobatch.engine.optimization.left_out import copy_asked
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import RunFolder
@@ -56,7 +57,14 @@ def plan_to_redo(run: RunFolder, micro_batch: int, **asked: Any) -> Plan:
     own: dict[str, Any] = {"processes": 1, "strategy": "single", "activation_checkpointing": "off"}
     own |= {"precision": run.plan.precision, "attention": attention, **asked}
     options = PlanOptions(micro_batch=min(micro_batch, run.recipe.batch_size), compile="off", **own)
-    return dataclasses.replace(plan_for_this_machine(run.here, run.facts, options), reduction="explicit")
+    try:
+        if run.here.starts_from:
+            start_folder(run.here.starts_from)
+        plan = plan_for_this_machine(run.here, run.facts, options)
+    except NotHereError as error:
+        way = "where it has moved, --base PLACE of `verify`, `replay` and `receipt check` finds it"
+        raise UserError(f"{error}; {way}") from None
+    return dataclasses.replace(plan, reduction="explicit")
 
 
 def redo(run: RunFolder, jobs: Jobs, owns_process: bool = True) -> list[Redone]:
@@ -123,7 +131,7 @@ def replay_in_full(run: RunFolder, plan: Plan, proof: Proof, log: LogRecord, own
     with tempfile.TemporaryDirectory() as temporary:
         before = bool(log.before)
         options = RunOptions(out=temporary, name="again", before=before, save_every=NEVER, quiet=True)
-        again = RunFolder.create(Path(temporary) / "again", run.recipe, run.facts, options)
+        again = RunFolder.create(Path(temporary) / "again", run.here, run.facts, options)
         again.write_plan(plan)
         copy_asked(run, again)
         with contextlib.redirect_stdout(io.StringIO()):

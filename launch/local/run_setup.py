@@ -44,6 +44,7 @@ from isobatch.engine.runs.summary import first_held_out
 from isobatch.engine.task_files import task_file_problem
 from isobatch.engine.verification.tolerance import TOLERANCE
 from isobatch.launch.local.arguments import Request, read_command
+from isobatch.models import hub
 from isobatch.models.capabilities import KeepsRows
 from isobatch.models.causal_lm import known_models
 
@@ -145,7 +146,9 @@ def open_single_run(
     positional, options = read_command(words, kind, command)
     named = one_run(positional, command)
     place = finished_run(named) if finished else named
-    return open_run(place, options.trust) if runs_code else RunFolder.open(place), options
+    if not runs_code:
+        return RunFolder.open(place), options
+    return open_run(place, options.trust, getattr(options, "base", None)), options
 
 
 def store_plan(run: RunFolder, plan: Plan) -> None:
@@ -260,13 +263,16 @@ def plan_for_this_machine(
     return plan
 
 
-def open_run(folder: str | Path, trust: bool = False) -> RunFolder:
+def open_run(folder: str | Path, trust: bool = False, base: str | None = None) -> RunFolder:
     """An existing run whose code may be executed: this user agreed to it, or does so now by `trust`.
 
-    Raises UserError.
+    `base`: where that lies now with which it begins. Raises UserError.
     """
     run = RunFolder.open(folder)
     consent.require(run.recipe, run.folder, trust)
+    if base is not None:  # typed: where all else was agreed to, this is
+        run.here = recipe_here(run.recipe, base)
+        consent.require(run.here, run.folder, trust or not consent.asks(run.recipe, run.folder))
     return run
 
 
@@ -279,8 +285,32 @@ class OtherDataError(UserError):
         """In what it differs."""
 
 
+BEGINNINGS = (*consent.NAMED_ONLY, "from", "tokenizer")
+"""What of a recipe `--base` stands for."""
 READ_ONCE = ("data", "tokenizer", "valid")
 """Places of a recipe that are read where its data is prepared, and not after."""
+
+
+def recipe_here(recipe: Recipe, base: str) -> Recipe:
+    """A recipe with the places where what it begins with lies now: what is gone lies in the folder `base` by
+    its last name, or is `base` itself where that is one model. Raises UserError.
+    """
+    folder, here, begun = Path(base).expanduser().resolve(), dict[str, str](), recipe.starts_from
+    folder = folder.parent if folder.name == "final" and (folder.parent / "recipe.json").is_file() else folder
+    named = [(name, place) for name, place in consent.places(recipe) if name in BEGINNINGS]
+    gone = {n: p for n, p in named if not (Path(p).expanduser().exists() or hub.snapshot(p, recipe.revision))}
+    models = {hub.last_name(place) for name, place in gone.items() if name != "tokenizer"}
+    unknown = sorted(name for name in models if not (folder / name).exists())
+    if unknown and len(models) > 1:
+        all_of = f"give a folder that holds {', '.join(sorted(models))} by these names"
+        raise UserError(f"--base {base}: holds no {' and no '.join(unknown)}: {all_of}")
+    for name, place in gone.items():
+        at = at if (at := folder / hub.last_name(place)).exists() else folder
+        at = at / "final" if name != "from" and (at / "final").is_dir() else at
+        here[name] = hub.resolve_model(str(at), "--base") if name in consent.NAMED_ONLY else str(at)
+    options = recipe.options | {name: here.pop(name) for name in ("teacher", "pruned") if name in here}
+    begun = {**begun, "run": here.pop("from")} if begun and "from" in here else begun
+    return dataclasses.replace(recipe, **here, options=options, starts_from=begun)  # type: ignore[arg-type]
 
 
 def locate_data(run: RunFolder, data: str | None, mend: bool = False) -> None:

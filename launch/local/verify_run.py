@@ -16,12 +16,12 @@ from isobatch.core.number_ranges import Positive
 from isobatch.core.plan import INVARIANCES, Plan, StrategyChoice
 from isobatch.core.recipe import HOOK_CODE
 from isobatch.core.terminal import doing, print_answer, rendered
-from isobatch.engine import consent
 from isobatch.engine.hooks.checkpoint import versions_apart
 from isobatch.engine.machine.detect import detect
 from isobatch.engine.planning.choices import choose_invariance
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.engine.task_files import task_file_problem
 from isobatch.engine.train.first_step import RESERVED as STEP_FIELDS
 from isobatch.engine.verification import windows
 from isobatch.engine.verification.audit import audit_records, recipe_problems
@@ -29,9 +29,9 @@ from isobatch.engine.verification.log_audit import LogRecord
 from isobatch.engine.verification.proof import Proof
 from isobatch.engine.verification.tolerance import FEW, HELD_OUT, NEAR, tolerances
 from isobatch.engine.verification.windows import CHOICE, INITIAL, Job, Window
-from isobatch.launch.local.options import DataOptions
+from isobatch.launch.local.options import RedoOptions
 from isobatch.launch.local.redo_steps import plan_to_redo, redo, replay_in_full
-from isobatch.launch.local.run_setup import compare_source, locate_data, open_single_run
+from isobatch.launch.local.run_setup import compare_source, locate_data, open_run, open_single_run
 
 LEADING_SECONDS = 10.0
 """Predicted time of the steps that lead to the last checkpoints."""
@@ -40,7 +40,7 @@ LEAST_LEADING, MOST_LEADING = 20, 150
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class VerifyOptions(DataOptions):
+class VerifyOptions(RedoOptions):
     """Flags of `verify`."""
 
     level: Literal["records", "steps", "full"] = "steps"
@@ -58,13 +58,13 @@ class VerifyOptions(DataOptions):
 
 def verify(words: Sequence[str]) -> int:
     """Usage: verify RUN [--level records|steps|full] [--steps 3] [--processes N] [--strategy S]
-    [--micro-batch M] [--data PATH] [--json]
+    [--micro-batch M] [--data PATH] [--base PLACE] [--json]
 
     Exit 3 on a difference, and where the level's proof is not complete.
     """
     run, options = open_single_run(words, "verify", VerifyOptions, runs_code=False)
-    if not recipe_problems(run):  # else nothing of it is executed
-        consent.require(run.recipe, run.folder, options.trust)
+    if not (recipe_problems(run) or task_file_problem(run.recipe)):  # else nothing of it is executed
+        run = open_run(run.folder, options.trust, options.base)
     report = verify_run(run, options)
     template, claimed = Path(__file__).with_name("verify.jinja"), run.plan.invariance if run.has_plan else ""
     print_answer(report, rendered(template, **report, claimed=claimed), options.json)
@@ -78,7 +78,9 @@ def verify_run(run: RunFolder, options: VerifyOptions, owns_process: bool = True
     """
     proof = Proof(options.level, problems=recipe_problems(run))
     cut: dict[str, Any] = {}
-    if not proof.problems:
+    if missing := task_file_problem(run.recipe):
+        proof.unproven.append(missing)
+    elif not proof.problems:
         locate_data(run, options.data)
         doing("checking the records")
         proof.unproven, proof.trusted = compare_source(run, options.data)

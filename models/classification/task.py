@@ -148,6 +148,7 @@ class Classifier(Task):
             config = BertConfig(**sizes, **named)
         else:
             named |= {"revision": self.recipe.revision or "main", **hub.remote_code_kwargs(False)}
+            hub.load_config(name, self.recipe.revision)  # where it is gone, this says so in a line
             config = AutoConfig.from_pretrained(hub.local_path_or_id(name, self.recipe.revision), **named)
             hub.check_vocabulary(name, config.vocab_size, facts.extra["vocabulary"])
             if config.model_type not in saving.POSITIONS_AFTER_PADDING:  # a decoder reads the token before it

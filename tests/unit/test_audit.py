@@ -243,6 +243,14 @@ def test_a_changed_recipe_is_found_first(run: RunFolder) -> None:
     assert recipe["hash"] in problem
 
 
+def test_a_task_file_that_is_not_here_leaves_the_run_unproven(run: RunFolder, tmp_path: Path) -> None:
+    recipe = dataclasses.replace(run.recipe, task="./gone.py:Mine", options={"code": "1"})
+    sent = RunFolder.create(tmp_path / "sent", recipe, run.facts, RunOptions())
+    report = verify_run(sent, VerifyOptions())
+    assert (report["verified"], report["problems"]) == (False, [])
+    assert [said.partition(": ")[2][:16] for said in report["unproven"]] == ["there is no file"]
+
+
 def test_changed_data_is_found(run: RunFolder, tmp_path: Path) -> None:
     import shutil
 

@@ -17,19 +17,24 @@ import isobatch
 from isobatch.core.errors import TrainingError, UserError
 from isobatch.core.recipe import Recipe
 from isobatch.engine.forensics import receipt as receipts
+from isobatch.engine.loading.prepare import prepare
+from isobatch.engine.registry import complete, workload
 from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.forensics.receipt import (
     AuditOptions,
     Finding,
     audit,
     audit_receipt,
     receipt,
-    recipe_here,
 )
 from isobatch.launch.local.process_state import preserve_process_state
+from isobatch.launch.local.redo_steps import plan_to_redo
+from isobatch.launch.local.run_setup import recipe_here
 from isobatch.launch.local.verify_run import VerifyOptions, verify_run
 from isobatch.tests.paths import ROOT
 from isobatch.tests.tiny_models import save_gpt2, write_stories
+from isobatch.tests.unit.helpers import plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -246,6 +251,25 @@ def test_one_model_does_not_stand_for_two(tmp_path: Path) -> None:
         recipe_here(recipe, str(tmp_path / "new"))
 
 
+@pytest.mark.parametrize(
+    ("task", "gone"),
+    [("classifier", "model"), ("causal-lm", "model"), ("pruning", "teacher"), ("causal-lm", "from")],
+)
+def test_what_is_gone_is_said_in_a_line_before_a_step_is_redone(task: str, gone: str, tmp_path: Path) -> None:
+    recipe, _ = complete(task, {"steps": 2})
+    facts, place = prepare(workload(task).make(recipe)[1]), str(tmp_path / "gone")
+    changes: dict[str, Any] = {
+        "model": {"model": place},
+        "teacher": {"options": recipe.options | {"teacher": place}},
+        "from": {"starts_from": {"run": place, "checkpoint": "train-4", "digest": "0"}},
+    }
+    recipe = dataclasses.replace(recipe, **changes[gone])
+    run = RunFolder.create(tmp_path / "run", recipe, facts, RunOptions())
+    run.plan = plan()
+    with pytest.raises(UserError, match=f"{place}.*; where it has moved, --base PLACE of `verify`, `replay`"):
+        plan_to_redo(run, 1)
+
+
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with texts, models and the run and receipt of an adapter that was trained on them."""
@@ -279,6 +303,18 @@ def test_a_receipt_holds_where_what_it_begins_with_has_moved(
     finally:
         for place in moved.split():
             shutil.move(tmp_path / Path(place).name, place)
+
+
+def test_verify_and_replay_take_what_has_moved(adapted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(adapted)
+    Path("m").rename("moved")
+    try:
+        with isobatch.replay("runs/adapted", 2, base="moved") as (_, batch, _):
+            assert len(batch["index"]) == 4
+        report = isobatch.verify("runs/adapted", base="moved")
+        assert (report.problems, report.unproven) == ([], [])
+    finally:
+        Path("moved").rename("m")
 
 
 def with_export(made: Fixtures, folder: Path) -> tuple[RunFolder, Path]:
