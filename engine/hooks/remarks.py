@@ -24,7 +24,7 @@ class Remarks(Hook):
 
     def at_pause(self, state: Training, step: int, asked: set[Signal]) -> None:  # noqa: ARG002
         self.mark_first_step()
-        if not self._is_checked and state.layout.names is not None:
+        if not self._is_checked and state.layout.names:
             self._is_checked = True
             # A GRU may draw noise of its own.
             seen, plan = any(state.world.all_gather_objects(state.layout.foreign_noise)), state.plan

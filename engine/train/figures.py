@@ -22,8 +22,6 @@ from isobatch.models.base import Change
 from isobatch.models.capabilities import RecordsFigures
 
 if TYPE_CHECKING:
-    from torch import Tensor  # noqa: TC004  heavy, and no class here has flags
-
     from isobatch.engine.train.state import Training
 
 
@@ -41,8 +39,6 @@ class StepOutput:
     """0-d: norm of the whole reduced gradient before clipping."""
     names: list[str] = field(default_factory=list)
     """Of the losses."""
-    recorded: Mapping[str, Tensor] = field(default_factory=dict)
-    """Name -> what loss() recorded, summed over the global batch, on the device; parts of `sums`."""
     votes: tuple[str, ...] = ()
     """Names of the last numbers of `sums`."""
     more: dict[str, Any] = field(default_factory=dict)
@@ -89,13 +85,12 @@ class StepOutput:
             "padding": round(work.padding, 4),
             **self.more,
         }
+        steps = progress.steps_before + progress.step
         votes = dict(zip(self.votes, values[len(values) - len(self.votes) :], strict=True))
-        figures = StepFigures(
-            self, progress.step, progress.steps_before + progress.step, row["loss"], norm, row, votes, values
-        )
-        if self.recorded and isinstance(state.task, RecordsFigures) and math.isfinite(row["loss"] + norm):
-            row |= state.task.step_figures(figures.recorded())
-        return figures
+        has_recorded = bool(state.layout.recorded_shapes)
+        if has_recorded and isinstance(state.task, RecordsFigures) and math.isfinite(row["loss"] + norm):
+            row |= state.task.step_figures(state.layout.recorded_in(np.array(values)))
+        return StepFigures(self, progress.step, steps, row["loss"], norm, row, votes)
 
 
 @dataclass(slots=True)
@@ -115,16 +110,6 @@ class StepFigures:
     """The step's row of metrics.jsonl; hooks add fields, and the log, the last of them, writes it."""
     votes: dict[str, float]
     """Name -> sum of all ranks' votes."""
-    values: list[float]
-    """`StepOutput.sums` on the host."""
-
-    def recorded(self) -> dict[str, np.ndarray]:
-        """What loss() recorded, as arrays."""
-        arrays, offset = {}, len(self.output.names)
-        for name, value in self.output.recorded.items():
-            found = self.values[offset : (offset := offset + value.numel())]
-            arrays[name] = np.array(found).reshape(tuple(value.shape))
-        return arrays
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from isobatch.engine.train.first_step import check_sums
 from isobatch.engine.train.step import train_step
 
 if TYPE_CHECKING:
-    from isobatch.engine.train.hooks import Ending, Hooks, Signal
+    from isobatch.engine.train.hooks import Ending, Hooks
     from isobatch.engine.train.state import Training
 
 
@@ -37,7 +37,7 @@ def run_phase(state: Training, hooks: Hooks, start: int = 0, stop: int | None = 
                 # No weight moves; log rows, evaluations and checkpoints are what they would have been.
                 output = StepOutput(batch)
             else:
-                if state.layout.names is None:
+                if not state.layout.names:
                     check_sums(state, batch)
                 with hooks.around(state, step):
                     output = train_step(state, batch, hooks)
@@ -48,12 +48,9 @@ def run_phase(state: Training, hooks: Hooks, start: int = 0, stop: int | None = 
                 # This step's figures first: what happens in the pause belongs behind them.
                 asked |= hooks.figures(state, pending) | ({"save"} if step == last else set())
                 pending = None
-                if ending := _ending(hooks.pause(state, step, asked)):
-                    return ending
+                asked = hooks.pause(state, step, asked)
+                if "stop" in asked:
+                    return "stopped"
+                if "end_phase" in asked:
+                    return "early"
         return "done"
-
-
-def _ending(asked: set[Signal]) -> Ending | None:
-    if "stop" in asked:
-        return "stopped"
-    return "early" if "end_phase" in asked else None

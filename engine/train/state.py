@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from isobatch.engine.loading.sampler import Sampler
 from isobatch.engine.model_setup.packing import SamplePacking
 from isobatch.engine.noise.keyed_noise import KeyedNoise, NativeNoise
 from isobatch.engine.optimization.parameter_groups import make_optimizer
-from isobatch.engine.optimization.schedule import PhaseSchedule, learning_rate
+from isobatch.engine.optimization.schedule import PhaseSchedule
 from isobatch.engine.runs.summary import Progress
 from isobatch.engine.strategies.base import Strategy, strategy_class
 from isobatch.models.base import TRAINS_A_PART, CachedWeightTransform, Change, StepContext, Task
@@ -63,12 +63,15 @@ class Binding:
             yield
 
 
+Numbers = TypeVar("Numbers", Tensor, np.ndarray)
+
+
 @dataclass(slots=True)
 class StepLayout:
     """What the steps of a phase have in common; the first step finds it out, and all ranks agree on it."""
 
-    names: list[str] | None = None
-    """Of the losses."""
+    names: list[str] = field(default_factory=list)
+    """Of the losses; empty before the first step."""
     recorded_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Name -> shape of what loss() records."""
     foreign_noise: bool | None = None
@@ -76,12 +79,11 @@ class StepLayout:
     transforms: list[CachedWeightTransform] = field(default_factory=list)
     """Modules that compute with a function of their weights."""
 
-    def recorded_in(self, sums: Tensor) -> dict[str, Tensor]:
+    def recorded_in(self, sums: Numbers) -> dict[str, Numbers]:
         """What loss() recorded, as parts of the step's reduced sums: it stands behind the losses."""
-        assert self.names is not None
         found, offset = {}, len(self.names)
         for name, shape in self.recorded_shapes.items():
-            found[name] = sums[offset : (offset := offset + math.prod(shape))].view(shape)
+            found[name] = sums[offset : (offset := offset + math.prod(shape))].reshape(shape)
         return found
 
 
@@ -129,11 +131,6 @@ class Training:
             if batch is None:
                 return
             yield batch
-
-    def rate(self, step: int) -> float:
-        """Learning rate of optimizer step `step` (from 0) of this phase."""
-        schedule = self.schedule
-        return learning_rate(self.task.recipe, schedule.lr, step, schedule.steps, schedule.steps_per_epoch)
 
     def context(self, step: int, **more: Any) -> StepContext:
         """The context of a step for the task; `more`: the fields of `loss`, or those of `after_step`."""

@@ -8,7 +8,7 @@ neither the number of micro-batches nor that of ranks can change what is learnt.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from isobatch.core.errors import TrainingError
 from isobatch.engine.loading.device_copies import HostCopy, to_device
+from isobatch.engine.optimization.schedule import learning_rate
 from isobatch.engine.train.figures import StepOutput
 from isobatch.engine.train.first_step import agree_on_names, check_loss_form
 from isobatch.engine.train.state import StepLayout, Training
@@ -42,7 +43,8 @@ def train_step(state: Training, batch: LoadedStep, hooks: Hooks) -> StepOutput:
     task, strategy, world = state.task, state.strategy, state.world
     work, step, part = batch.work, batch.work.step, world.recorder.part
     dtype = SUM_DTYPES.get(world.device.type, torch.float64)
-    rate, more = state.rate(step), dict[str, Any]()
+    schedule, more = state.schedule, dict[str, Any]()
+    rate = learning_rate(task.recipe, schedule.lr, step, schedule.steps, schedule.steps_per_epoch)
     see_gradients = partial(_see_gradients, state, step, hooks, more) if hooks.see_gradients else None
 
     if isinstance(task, MeasuresBatch):
@@ -52,15 +54,8 @@ def train_step(state: Training, batch: LoadedStep, hooks: Hooks) -> StepOutput:
         sums = Sums(state.layout, world.device, dtype)
         with strategy.accumulate_gradients(), state.whole_step(step):
             last = len(work.micro_batches) - 1
-            for number, (micro, host) in enumerate(zip(work.micro_batches, batch.batches, strict=True)):
-                # A rank that has no samples computes one with weight zero where the strategy's passes are
-                # collectives: the others wait for it in them.
-                is_dummy = not len(micro.positions)
-                if is_dummy and not strategy.computes_dummies:
-                    continue
+            for number, host, positions, sums.weight in computed(state, batch):
                 world.mark_progress(f"step {step + 1}, micro-batch {number + 1} of {last + 1}")
-                sums.weight = 0.0 if is_dummy else 1.0
-                positions = FIRST if is_dummy else micro.positions
                 with (
                     state.bound(step, number, host, positions, sums.record) as context,
                     strategy.forward_backward(number == last),
@@ -80,8 +75,7 @@ def train_step(state: Training, batch: LoadedStep, hooks: Hooks) -> StepOutput:
     packed = sums.reduce(world, hooks.vote(state, step + 1))
     recorded = state.layout.recorded_in(packed) if state.layout.recorded_shapes else {}
     copies = HostCopy(packed), HostCopy(norm)
-    assert state.layout.names is not None
-    output = StepOutput(batch, rate, *copies, state.layout.names, recorded, hooks.votes, more)
+    output = StepOutput(batch, rate, *copies, state.layout.names, hooks.votes, more)
     # A task that prunes or grows its model does so here, before the next forward pass: nothing may hold on to
     # a strategy that is made anew.
     del strategy
@@ -89,6 +83,21 @@ def train_step(state: Training, batch: LoadedStep, hooks: Hooks) -> StepOutput:
     if output.change is not None and output.change.keep:
         hooks.cut(state, output.change.keep)
     return output
+
+
+def computed(
+    state: Training, batch: LoadedStep
+) -> Iterator[tuple[int, dict[str, Tensor], np.ndarray, float]]:
+    """(number, samples, their places in the batch, weight) of each micro-batch that this rank computes.
+
+    A rank that has no samples computes one with weight zero where the strategy's passes are collectives: the
+    others wait for it in them.
+    """
+    for number, (micro, host) in enumerate(zip(batch.work.micro_batches, batch.batches, strict=True)):
+        if len(micro.positions):
+            yield number, host, micro.positions, 1.0
+        elif state.strategy.computes_dummies:
+            yield number, host, FIRST, 0.0
 
 
 @torch.no_grad()
@@ -99,19 +108,15 @@ def measure_batch(state: Training, batch: LoadedStep) -> None:
     dtype = SUM_DTYPES.get(world.device.type, torch.float64)
     step, found = batch.work.step, torch.zeros((), dtype=dtype, device=world.device)
     with world.recorder.part("forward"):
-        for number, (micro, host) in enumerate(zip(batch.work.micro_batches, batch.batches, strict=True)):
-            is_dummy = not len(micro.positions)
-            if is_dummy and not strategy.computes_dummies:
-                continue
+        for number, host, positions, weight in computed(state, batch):
             world.mark_progress(f"step {step + 1}, before micro-batch {number + 1}")
-            positions = FIRST if is_dummy else micro.positions
             with (
                 state.bound(step, number, host, positions, lambda *_: None) as context,
                 strategy.forward_backward(last=False),
                 world.autocast(),
             ):
                 value = task.measure(strategy.model, to_device(host, world.device), context)
-            if not is_dummy:
+            if weight:
                 found += value
         state.binding.measured = world.all_reduce_sum(found) / len(batch.work.samples)
 
@@ -133,7 +138,7 @@ class Sums:
 
         A unit that weighs nothing in this batch counts nothing. Raises TrainingError for an unknown unit.
         """
-        if self.layout.names is None:
+        if not self.layout.names:
             check_loss_form(losses)
         total = None
         for name, loss in losses.items():
@@ -161,9 +166,8 @@ class Sums:
         Raises TrainingError where names or shapes are not those of the first step.
         """
         layout = self.layout
-        if layout.names is None:
+        if not layout.names:
             agree_on_names(layout, world, self.losses, self.recorded)
-        assert layout.names is not None
         if self.losses.keys() - layout.names:
             new = ", ".join(self.losses.keys() - layout.names)
             raise TrainingError(f"loss() returned {new} at a later step only: return all parts always")

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from isobatch.core import atomic_files
-from isobatch.core.errors import UserError
+from isobatch.core.errors import TrainingError, UserError
 from isobatch.core.measures import format_duration
 from isobatch.core.plan import REHEARSED_STEPS
 from isobatch.core.terminal import Console, doing, rendered
 from isobatch.engine.checkpointing import checkpoint
+from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
 from isobatch.engine.checkpointing.host_buffer import HostBuffer
 from isobatch.engine.checkpointing.remote_copy import RemoteCopies
 from isobatch.engine.distributed.communicator import Communicator
@@ -35,7 +36,7 @@ from isobatch.engine.hooks.remarks import Remarks
 from isobatch.engine.hooks.spikes import Spikes
 from isobatch.engine.hooks.stop import Stop
 from isobatch.engine.machine.detect import allowed_cpus, cpu_model
-from isobatch.engine.optimization.left_out import left_out_steps
+from isobatch.engine.optimization.left_out import is_consistent, left_out_steps
 from isobatch.engine.planning.estimate import evaluation_seconds
 from isobatch.engine.registry import TASKS
 from isobatch.engine.runs.metrics_log import MetricsLog
@@ -50,7 +51,6 @@ from isobatch.engine.train.hooks import Hook, Hooks
 from isobatch.engine.train.loop import run_phase
 from isobatch.engine.train.memory_probe import probe_memory
 from isobatch.engine.trainer.finish import finish, stop
-from isobatch.engine.trainer.resume import newest_checkpoint
 from isobatch.models.capabilities import monitor_of
 
 if TYPE_CHECKING:
@@ -135,10 +135,8 @@ def train_run(run: RunOnRank) -> Training:
         copies = RemoteCopies(url, folder.folder, folder.identity, say)
     if world.is_main:  # only there: for its size a task may have to build its model on the meta device
         run.say(_headline(state, builder))
-        before = (
-            Path(state.recipe.model or "").parent / "facts.json"
-        )  # of a chain each stage has the same data
-        told = RunFolder(before.parent).facts.notes if before.is_file() else ()
+        base = Path(state.recipe.model or "").parent  # of a chain each stage has the same data
+        told = RunFolder(base).facts.notes if (base / "facts.json").is_file() else ()
         for line in state.facts.notes:
             run.say(line, shown=line not in told)
     watchdog = Watchdog(world, run.stop, run.options.hang_timeout, run.end_process, folder.rank_record)
@@ -178,6 +176,62 @@ def train_run(run: RunOnRank) -> Training:
     return state
 
 
+def newest_checkpoint(run: RunFolder, builder: Builder, say: Callable[[str], None]) -> SavedCheckpoint | None:
+    """The newest checkpoint that is not damaged, the same on every rank; None where none was ever saved.
+
+    Each rank verifies a share of the files. Damaged checkpoints are removed once an intact one is found,
+    because they would count among the newest when old ones are deleted; so are those that were saved before a
+    step before them was left out. Raises TrainingError where it is of another recipe or other data, and where
+    none of those that the run has saved can be read: never a start from step 1 that nobody asked for.
+    """
+    state, world = builder.state, builder.state.world
+    left_out = {schedule.name: schedule.left_out for schedule in builder.schedules}
+    names = [p.name for p in checkpoint.list_checkpoints(run.checkpoints, builder.phases)]
+    lost = "" if names or not world.is_main else _saved_before(run)
+    names, lost = world.broadcast_object((names, lost))
+    damaged: list[Path] = []
+    for folder in (run.checkpoints / name for name in reversed(names)):
+        problem = ""
+        try:
+            saved = checkpoint.open_on_all(folder, world)
+            saved.verify_checksums(world.rank, world.size)
+        except TrainingError as error:
+            problem = str(error)
+        if problems := [p for p in world.all_gather_objects(problem) if p]:
+            say(problems[0])
+            damaged.append(folder)
+            lost = lost or problems[0]
+            continue
+        if not is_consistent(left_out, saved.state):
+            world.barrier()
+            if world.is_main:
+                checkpoint.remove(folder)
+            continue
+        origin = (saved.state["recipe_hash"], saved.state["fingerprint"])
+        if origin != (state.recipe.hash(), state.facts.fingerprint):
+            raise TrainingError(
+                f"checkpoint {folder} belongs to another recipe or other data than the run's files say"
+            )
+        for other in damaged if world.is_main else ():
+            checkpoint.remove(other)
+        return saved
+    if lost:
+        raise TrainingError(
+            f"none of the checkpoints that {run.folder} has saved can be read ({lost}): put one back from a"
+            f" copy, or train anew: isobatch auto --like {run.folder} --again"
+        )
+    return None
+
+
+def _saved_before(run: RunFolder) -> str:
+    """What log or summary say of the last checkpoint, where none is on disk; empty where none was saved."""
+    saved = [row["checkpoint"] for row in atomic_files.rows_in(run.metrics) if "checkpoint" in row]
+    summary = run.summary() or {}
+    if summary.get("status") == "stopped" and summary.get("steps"):
+        saved.append(f"the one after {summary['steps']} steps")
+    return f"{saved[-1]} is gone" if saved else ""
+
+
 def _hooks(
     run: RunOnRank, builder: Builder, guard: DataGuard, evaluation: Evaluate, copies: RemoteCopies | None
 ) -> list[Hook]:
@@ -200,7 +254,7 @@ def _hooks(
     return [*hooks, saves]
 
 
-def _continue(run: RunOnRank, builder: Builder, hooks: Hooks, saved: checkpoint.SavedCheckpoint) -> None:
+def _continue(run: RunOnRank, builder: Builder, hooks: Hooks, saved: SavedCheckpoint) -> None:
     """Give the hooks what a checkpoint holds of them; the strategy has loaded its tensors already."""
     state, progress = builder.state, builder.state.progress
     hooks.load(state, saved)

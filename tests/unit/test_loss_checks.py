@@ -29,6 +29,7 @@ from isobatch.engine.train import first_step, loop
 from isobatch.engine.train.figures import StepOutput
 from isobatch.engine.train.hooks import Hooks, Seen
 from isobatch.engine.train.loop import run_phase
+from isobatch.engine.train.state import StepLayout
 from isobatch.models.base import Batch, Loss, Phase, StepContext, Task
 from isobatch.tests.unit.helpers import optimizer_of, plan, training
 
@@ -159,7 +160,7 @@ def trained(
     order = Sampler(COUNT, recipe.batch_size, 0, cohort=task.cohort)
     seen = Seen()
     run_phase(training(task(recipe, None), made, source(), order, keyed), Hooks([seen]))
-    sums = [figures.values for figures in seen.figures]
+    sums = [figures.output.sums.read() for figures in seen.figures]
     calls = [site.calls for site in keyed.sites.values()] if keyed else []
     state = {name: t.tolist() for name, t in model.state_dict().items()}
     return {"sums": sums, "calls": calls, "state": state, "generator": torch.get_rng_state().tolist()}
@@ -249,7 +250,8 @@ def test_every_field_of_a_row_is_reserved() -> None:
     loaded, one = LoadedStep(StepWork(0, np.arange(3), {}, 3, [], 0.0)), HostCopy(torch.ones(1))
     schedule = PhaseSchedule("train", 3, 3, 0.1, 1)
     world = SimpleNamespace(waiting_for=lambda _: contextlib.nullcontext())
-    state: Any = SimpleNamespace(progress=Progress("train"), schedule=schedule, world=world)
+    layout, progress = StepLayout(["loss"]), Progress("train")
+    state: Any = SimpleNamespace(progress=progress, schedule=schedule, world=world, layout=layout)
     figures = StepOutput(loaded, 0.1, one, one, ["loss"]).read(state)
     assert figures is not None
     assert figures.row.keys() - {"loss"} <= first_step.RESERVED

@@ -422,7 +422,8 @@ def test_what_a_loss_records_is_summed_in_the_losses_reduction(size: int, run_ra
         for batch in state.batches(0):
             figures = train_step(state, batch, hooks).read(state)
             assert figures.votes["failed"] == size
-            found.append({name: value.tolist() for name, value in figures.recorded().items()})
+            recorded = state.layout.recorded_in(np.array(figures.output.sums.read()))
+            found.append({name: value.tolist() for name, value in recorded.items()})
         return found
 
     outcome = run_ranks(size, part)

@@ -16,6 +16,7 @@ from isobatch.core.errors import TrainingError, UserError
 from isobatch.engine.distributed.communicator import Communicator
 from isobatch.engine.loading.prepare import prepare
 from isobatch.engine.optimization.early_stopping import EarlyStopping
+from isobatch.engine.optimization.schedule import learning_rate
 from isobatch.engine.registry import TASKS, workload
 from isobatch.engine.train.build import Builder
 from isobatch.engine.train.evaluate import evaluate
@@ -75,11 +76,12 @@ def footprint(recipe: Recipe) -> Generator[Any, None, None]:
         yield best if recipe.patience and any(s.early_stopping for s in builder.schedules) else []
         schedule, seen = builder.schedules[0], Seen()
         with builder.phase(schedule) as state:
-            yield [state.rate(step) for step in range(schedule.steps)]
+            lengths = schedule.steps, schedule.steps_per_epoch
+            yield [learning_rate(recipe, schedule.lr, step, *lengths) for step in range(schedule.steps)]
             yield evaluate(state, "valid", recipe.eval_fraction)
             run_phase(state, Hooks([seen]), 0, min(3, schedule.steps))
         for figures in seen.figures:
-            yield figures.step, figures.output.loaded.work.samples.tolist(), figures.values
+            yield figures.step, figures.output.loaded.work.samples.tolist(), figures.output.sums.read()
         digest = hashlib.sha256()
         for value in builder.state.model.state_dict().values():
             digest.update(value.detach().contiguous().numpy().tobytes())
