@@ -364,8 +364,7 @@ def in_train(test: Path, train: Path, facts: Facts) -> np.ndarray:
     both = columns.keys() & known.keys()
     if "tokens" in both and "prompt" in facts.extra and "form" not in facts.extra:  # running text
         columns, known = (_documents(of, facts.extra["eos"]) for of in (columns, known))
-    whole = {name for name in known if not name.endswith(WEIGHT) and name.split(".")[0] != "other"}
-    names = {"tokens"} & both or whole
+    names = {"tokens"} & both or {n for n in known if not n.endswith(WEIGHT) and not n.startswith("other")}
     if not names <= both or "length" in names:  # of data in a store the tokens are not there
         return np.zeros(count_rows(columns), bool)
     tested, of_train = (zip(*(_row_bytes(of[n]) for n in names), strict=True) for of in (columns, known))

@@ -257,8 +257,8 @@ def open_rows(
     rows = all_rows(name, files, config)
     if "valid" in rows.splits:
         return rows
-    if not (count := readers.count_rows(files["train"]) if files else rows.count):
-        raise UserError(f"--data {name}: holds no rows")
+    if (count := readers.count_rows(files["train"]) if files else rows.count) < 2:
+        raise UserError(f"--data {name}: holds {'one row' if count else 'no rows'}, and validation takes one")
     drawn, read = drawn_rows(count, share), rows.splits["train"]
     splits = dict(rows.splits) | {"train": partial(taken, read, ~drawn), "valid": partial(taken, read, drawn)}
     return dataclasses.replace(rows, splits=splits, notes=(held_out_note(share), *rows.notes))

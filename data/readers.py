@@ -138,10 +138,9 @@ def _ending(path: Path) -> str:
 
 def _format_of(path: Path) -> str:
     if (ending := _ending(path)) not in FORMATS:
-        raise UserError(
-            f"--data {path}: has no known ending ({' '.join(FORMATS)}; of tables with .gz behind it): "
-            + ("unpack it (gunzip)" if ending == GZIP else "say what it is with --format")
-        )
+        ways = {GZIP: "unpack it (gunzip)", **dict.fromkeys((".xlsx", ".xls", ".ods"), "save it as CSV")}
+        known, way = " ".join(FORMATS), ways.get(ending, "say what it is with --format")
+        raise UserError(f"--data {path}: has no known ending ({known}; of tables with .gz behind it): {way}")
     return FORMATS[ending]
 
 

@@ -15,7 +15,7 @@ from isobatch.core.package import cache_folder
 from isobatch.core.plan import REHEARSED_STEPS, Plan, PlanOptions
 from isobatch.core.recipe import Recipe
 from isobatch.engine.machine.ceilings import ceilings_of
-from isobatch.engine.machine.gpu_table import named_model
+from isobatch.engine.machine.gpu_table import MACHINES, named_model
 from isobatch.engine.machine.hardware import Hardware
 from isobatch.engine.optimization.schedule import PhaseSchedule, schedules_of
 from isobatch.engine.planning import calibration
@@ -44,7 +44,7 @@ RANKINGS_TO_TUNE, RANKINGS_OF_KEPT = 20, 7
 """Of a split at the end of a run that ranks: to choose the baselines' settings, and of all that is kept."""
 FORWARD_SHARE = 1 / 3
 """Of a step's arithmetic: an evaluation has no backward pass."""
-PRICE = r"(\d+(?:\.\d+)?)(?:/h)?"
+PRICE = r"[$€]?(\d+(?:\.\d+)?)(?:/h)?"
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,9 +232,12 @@ def parse_prices(text: str | None) -> dict[str, float]:
     found = {}
     for part in text.split(",") if text else ():
         name, _, price = part.rpartition("=")
-        card = named_model(name.strip()) if name else ""
+        card = named_model(name := name.strip().lower()) if name else ""
         match = re.fullmatch(PRICE, price.strip().lower())
-        if card is None or match is None or float(match[1]) <= 0:
+        if card is None:
+            near = [row for row in MACHINES if row.startswith(name)] or MACHINES
+            raise UserError(f"--price {text}: no card is called {name}: did you mean {' or '.join(near)}?")
+        if match is None or float(match[1]) <= 0:
             forms = "such as 2.10/h, or of cards: h100=2.10,t4=0.35"
             raise UserError(f"--price {text}: is no price of a GPU's hour {forms}")
         found[card] = float(match[1])

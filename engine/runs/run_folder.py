@@ -108,7 +108,8 @@ def no_run(path: Path) -> str:
         run = path.parent / Path((found["best"] or found["rows"][0])["runs"][0]).name
         return f"{path} is a sweep: give one of its runs, as {run} (`report {path}` shows them all)"
     beside = {run.folder.name: run.folder for at in (path.parent, Path("runs")) for run in list_runs(at)}
-    beside |= {one.parent.name: one.parent for one in Path("runs").glob(f"*/{SWEEP}")}
+    sweeps = [one.parent for one in Path("runs").glob(f"*/{SWEEP}")]
+    beside |= {name: at for at in sweeps for name in (at.name, at.name.removeprefix("sweep-"))}
     meant = beside.get(nearest(path.name, beside))
     hint = f"did you mean {meant}?" if meant else "`runs` lists the runs here"
     return f"{path} is not a run: it has no recipe.json ({hint})"

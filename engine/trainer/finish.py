@@ -6,11 +6,12 @@ import contextlib
 import math
 import re
 import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import StopRequestedError, TrainingError
-from isobatch.core.terminal import doing
+from isobatch.core.terminal import doing, rendered
 from isobatch.engine.checkpointing import checkpoint
 from isobatch.engine.checkpointing.digests import bytes_digest, folder_digests
 from isobatch.engine.checkpointing.weight_files import export_beside
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from isobatch.engine.train.build import Builder
     from isobatch.engine.train.state import Training
     from isobatch.engine.trainer.train_run import RunOnRank
+
+HARDLY_MOVED = Path(__file__).with_name("hardly_moved.jinja")
 
 
 def stop(run: RunOnRank, state: Training) -> None:
@@ -97,8 +100,11 @@ def finish(run: RunOnRank, builder: Builder, evaluation: Evaluate, guard: DataGu
         shutil.rmtree(run.folder.final, ignore_errors=True)
         run.folder.unfinished.replace(run.folder.final)
         run.peak.observe()
-        summary |= {"before": summaries.before_training(next(atomic_files.rows_in(run.folder.metrics), {}))}
-        summary |= summaries.metrics_fields(held_out) | {"peak_memory_bytes": run.peak.bytes}
+        before = summaries.before_training(next(atomic_files.rows_in(run.folder.metrics), {}))
+        if moved := rendered(HARDLY_MOVED, before=before, after=held_out.get("valid", {}), run=run.folder):
+            run.say(moved)
+        summary |= {"before": before, "peak_memory_bytes": run.peak.bytes}
+        summary |= summaries.metrics_fields(held_out)
         _seal(run, state, saved.folder.name, summary)
         run.folder.write_summary(summary)
     if not world.broadcast_object(is_whole):

@@ -215,7 +215,9 @@ def _read(
     task = typed.get("task", in_file.get("task", BareValue()))
     if isinstance(task, BareValue):
         gone = "".join(f"; {spelling(name)} was taken out: {LEFT[name]}" for name in typed if name in LEFT)
-        raise UserError(f"{command}: needs --task NAME (`describe` lists them){gone}")
+        run = next((typed[word] for word in ("resume", "resume_from_checkpoint") if word in typed), "auto")
+        way = f"`isobatch resume {run}` goes on with a run" if Path(run).is_dir() else "`describe` lists them"
+        raise UserError(f"{command}: needs --task NAME ({way}; causal-lm is for language models){gone}")
     chosen = workload(task)
     groups = _groups(chosen, options_class)
     known = _known(groups)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import operator
 import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -21,10 +20,9 @@ from isobatch.core.optimizers import OPTIMIZERS
 from isobatch.core.package import CACHE, cache_folder
 from isobatch.core.plan import INVARIANCES, Plan, PlanOptions
 from isobatch.core.strategies import traits_of
-from isobatch.core.terminal import doing, print_lines
+from isobatch.core.terminal import doing, print_lines, rendered
 from isobatch.data.base import in_train
 from isobatch.data.digests import FACTS_FILE, changed_file
-from isobatch.data.tokenized import TOKENIZER_FILE
 from isobatch.data.tokenizers import open_tokenizer
 from isobatch.engine import consent
 from isobatch.engine.loading.prepare import CHECK_SECONDS, assumed_facts, folder_of, prepare
@@ -80,9 +78,9 @@ def prepared_facts(request: Request, task: Any, data: Any) -> Facts:
             load_start_weights(origin, model, task, facts, only_check=True)
         if isinstance(task, KeepsRows):
             run = Path(origin["run"])
-            said = task.kept_rows(run, facts)[1], task.trained_before(run, facts)
+            said = [task.kept_rows(run, facts)[1], task.trained_before(run, facts)]
         else:
-            said = (trained_before(RunFolder.open(origin["run"]), facts, request.workload.option_flags()),)
+            said = [trained_before(RunFolder.open(origin["run"]), facts, request.workload.option_flags())]
         print_lines(*filter(None, said), quiet=request.run.quiet)
     return facts
 
@@ -93,19 +91,13 @@ def trained_before(run: RunFolder, facts: Facts, flags: Collection[str]) -> str:
     """
     if (before := _prepared_facts(run)) is None or before.fingerprint == facts.fingerprint:
         return ""
-    files = [Path(of.folder) / TOKENIZER_FILE for of in (before, facts)]
-    if all(map(Path.is_file, files)) and operator.ne(*(open_tokenizer(file).get_vocab() for file in files)):
+    files = (Path(of.folder, "tokenizer.json") for of in (before, facts))
+    vocabularies = [open_tokenizer(file).get_vocab() for file in files if file.is_file()]
+    if vocabularies[1:] != vocabularies[:1]:
         raise UserError(f"--from {run.folder}: has another tokenizer: add --tokenizer {run.final}")
-    train, splits = Path(before.folder) / "train", facts.samples.keys() - {"train"}
-    again = {split: in_train(Path(facts.folder) / split, train, facts) for split in sorted(splits)}
-    counts = (f"{a.sum():,} of the {len(a):,} {split} rows" for split, a in again.items() if a.any())
-    old, valid = run.recipe.data, run.recipe.options.get("valid")
-    way = "hold out rows that it never saw" + " by --valid FILE" * ("valid" in flags)
-    if "mix" in flags and not isinstance(valid, str):
-        share = f" --valid {valid:g}" if valid else ""
-        way = f"with new rows in a file of their own --data {old},NEW{share} holds the same out"
-    said = " and ".join(counts)
-    return said and f"--from {run.folder}: it was trained on {said}, which flatters the figures: {way}"
+    train, here = Path(before.folder) / "train", Path(facts.folder)
+    again = {split: in_train(here / split, train, facts) for split in facts.samples if split != "train"}
+    return rendered(Path(__file__).with_name("trained_before.jinja"), run=run, again=again, flags=flags)
 
 
 def prepare_facts(request: Request) -> Facts:

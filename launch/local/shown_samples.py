@@ -27,7 +27,7 @@ def shown_samples(data: Any, facts: Facts, count: int, on_terminal: bool, most: 
     batch = source.fetch(np.arange(min(count, len(source))))
     if "learn" not in batch:
         described = data.describe_rows(facts, batch) if "label" in batch else []
-        return [printable(text[: 4 * most]) for text in described]
+        return [printable(text[: 4 * most]) + "…" * (len(text) > 4 * most) for text in described]
     tokenizer, (begin, end) = data.prepared_tokenizer(facts), COLOURS if on_terminal else BRACKETS
     names = source.names[: source.rows_at_once] if isinstance(source, PairSource) else ("conversation",)
     columns = (batch["tokens"], batch["learn"], batch.get("row_length", batch["length"])[..., None])
@@ -35,7 +35,8 @@ def shown_samples(data: Any, facts: Facts, count: int, on_terminal: bool, most: 
     learnt, lines = "coloured" if on_terminal else "in [[ ]]", []
     for number, rows in enumerate(samples, 1):
         for name, tokens, learn, (length,) in zip(names, *rows, strict=False):  # KTO learns the first alone
-            row, text = [*zip(tokens, learn, strict=True)][max(0, length - most) : length], ""
+            row = [*zip(tokens, learn, strict=True)][max(0, length - most) : length]
+            text = "…" * (length > most)
             for is_learnt, part in itertools.groupby(row, lambda pair: pair[1] != 0):
                 said = tokenizer.decode([token for token, _ in part], skip_special_tokens=False)
                 said = "\n".join(map(printable, said.split("\n")))

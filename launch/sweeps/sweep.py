@@ -156,6 +156,8 @@ def _store(runs: Sequence[Trained], rungs: Sequence[dict[str, Any]], folder: Pat
         saved = sum(steps - stopped for steps, stopped in whole if stopped)
         found |= {"rungs": rungs, "steps": sum(steps for steps, _ in whole), "steps_saved": saved}
     found["edges"] = list(edges(found, flags_of(Recipe) | runs[0].request.workload.option_flags()))
+    found["seeds"] = sorted({one.values[SEED] for one in runs if SEED in one.values})
+    found["name"] = folder.name.removeprefix("sweep-") if runs[0].request.run.name else ""
     atomic_files.write_json(folder / SWEEP, found)
     sweeps.write_tables(found, folder / "sweep")
     if has("matplotlib"):
@@ -182,13 +184,18 @@ def summary(runs: Sequence[Trained], metric: str, direction: str) -> dict[str, A
     them by the task's own metric, with those on the test split.
     """
     groups = by_setting(runs)
-    rows = [_row(group) for group in groups.values()]
+    rows = sorted(map(_row, groups.values()), key=_order)
     ended = [row for row in rows if "stopped" not in row]
     known = [row for row in ended if math.isfinite(row["metrics"].get(metric, math.nan))]
     best = (max if direction == "max" else min)(known, key=lambda row: row["metrics"][metric], default=None)
     if best and (test := _figures(groups[atomic_files.json_text(best["values"])], TEST))["metrics"]:
         best = {**best, TEST: test}
     return {"metric": metric, "direction": direction, "split": VALID, "rows": rows, "best": best}
+
+
+def _order(row: Mapping[str, Any]) -> list[tuple[float, str]]:
+    """By which rows are sorted: numbers by size, words by their letters."""
+    return [(v, "") if type(v) in (int, float) else (0.0, str(v)) for v in row["values"].values()]
 
 
 def _row(group: Sequence[Trained]) -> dict[str, Any]:

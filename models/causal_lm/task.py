@@ -319,7 +319,8 @@ class LanguageModelTask(OnLanguageModel):
         shown, was_training, tokenizer = [], model.training, saving.load_tokenizer(facts)
         model.eval()
         for prompt, reference in prompts:
-            text = prompt + "".join(TextStream(model, tokenizer, prompt, sampling))
+            written = "".join(stream := TextStream(model, tokenizer, prompt, sampling)).rstrip()
+            text = prompt + (written + "…" * stream.is_full if written else "(empty answer)")
             shown.append(text if reference is None else f"{text.strip()}\n[reference: {reference.strip()}]")
         model.train(was_training)
         return "\n\n".join(shown)

@@ -131,6 +131,14 @@ def test_a_task_is_needed(words: list[str]) -> None:
         parse_request(words, "auto")
 
 
+@pytest.mark.parametrize("word", ["--resume", "--resume_from_checkpoint"])
+def test_a_run_to_go_on_with_needs_no_task(word: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"isobatch resume {tmp_path}` goes on"):
+        parse_request([word, str(tmp_path)], "auto")
+    with pytest.raises(UserError, match="`describe` lists them"):
+        parse_request([word, "auto"], "auto")
+
+
 def test_fast_mode_changes_the_recipe_and_says_how() -> None:
     fast, full = ask("--fast").recipe, ask().recipe
     changed = {f.name for f in dataclasses.fields(Recipe) if getattr(fast, f.name) != getattr(full, f.name)}

@@ -81,6 +81,20 @@ def test_compressed_tables_are_read_and_broken_ones_named(tmp_path: Path) -> Non
         prepare("text", tmp_path / "b.txt.gz", tmp_path / "out")
 
 
+@pytest.mark.parametrize("kind", ["text", "sequences"])
+def test_a_single_row_cannot_be_divided(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "one.jsonl").write_text('{"text": "a b"}\n')
+    with pytest.raises(UserError, match="holds one row, and validation takes one"):
+        prepare(kind, tmp_path / "one.jsonl", tmp_path / "out")
+
+
+@pytest.mark.parametrize("kind", ["text", "labelled", "sequences"])
+def test_a_table_of_excel_is_told_to_be_saved_as_csv(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.xlsx").write_bytes(b"PK")
+    with pytest.raises(UserError, match="save it as CSV"):
+        prepare(kind, tmp_path / "rows.xlsx", tmp_path / "out")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_pipe_is_refused_and_not_waited_for(kind: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.jsonl")

@@ -171,7 +171,16 @@ def test_a_sample_is_repeatable_and_leaves_the_random_state_alone(saved: Path, m
     model.eval()
     assert samples[0] == samples[1]
     assert str(samples[0]).startswith("def ")
+    assert str(samples[0]).endswith("…"), "of a text that goes on"
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_sample_says_where_an_answer_is_empty(
+    saved: Path, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "generate_ids", lambda *_: iter(()))
+    sample = make().sample(model, facts(saved, prompts=[["def ", "f()"]]), saved)
+    assert sample == "def (empty answer)\n[reference: f()]"
 
 
 def test_strided_windows_give_the_perplexity_of_transformers_loop(model: Any) -> None:

@@ -81,6 +81,15 @@ def test_a_run_is_removed_only_where_that_is_agreed(tmp_path: Path, capsys: Say)
     assert "removed" in capsys.readouterr().out
 
 
+def test_a_sweep_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "sweep-lrs").mkdir(parents=True)
+    (tmp_path / "runs" / "sweep-lrs" / "sweep.json").write_text("{}")
+    for name in ("lrs", "sweep-lrz"):
+        with pytest.raises(UserError, match="did you mean runs/sweep-lrs"):
+            RunFolder.open(name)
+
+
 def test_what_is_no_run_or_in_use_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "photos").mkdir()
     with pytest.raises(UserError):

@@ -11,11 +11,14 @@ from isobatch.core.flags import flags_of
 from isobatch.launch.clusters.kubernetes.job import KubernetesOptions
 from isobatch.launch.clusters.ray.driver import RayOptions
 from isobatch.launch.clusters.slurm.options import SlurmOptions
+from isobatch.launch.commands.chat import ChatOptions
 from isobatch.launch.commands.evaluate import EvaluateOptions, evaluate
+from isobatch.launch.commands.export import ExportOptions
 from isobatch.launch.local.arguments import Request, known_flags, parse_request
 from isobatch.launch.local.words import OF_CLUSTERS, SYNONYMS, VALUES, WORDS, translate
 from isobatch.launch.predicting.predict import PredictOptions
 from isobatch.launch.predicting.recommend import RecommendOptions
+from isobatch.launch.report.page import ReportOptions
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -60,6 +63,19 @@ def test_held_out_data_is_understood_however_its_flag_is_called(tmp_path: Path) 
     assert translate({"file": "rows.csv"}, flags_of(PredictOptions)).flags == {"file": "rows.csv"}
     with pytest.raises(UserError, match=f"a file of samples is given as --test {rows}"):
         evaluate(["runs/one", str(rows)])
+
+
+@pytest.mark.parametrize(
+    ("word", "options", "ours"),
+    [("p", ChatOptions, "prompt"), ("out", ReportOptions, "to"), ("format", ExportOptions, "to")],
+)
+def test_what_a_command_calls_otherwise_is_understood(word: str, options: type, ours: str) -> None:
+    assert translate({word: "x"}, flags_of(options)).flags == {ours: "x"}
+
+
+def test_chat_is_understood_as_the_task_that_learns_to() -> None:
+    assert ask(task="chat").workload.name == "causal-lm"
+    assert lines(task="chat") == []
 
 
 NAMES = {"learning_rate": "0.5", "num_epochs": "3", "max_seq_length": "3", "output_dir": "x", "gpus": "3"}
@@ -264,7 +280,9 @@ def test_fast_mode_names_no_batch_that_another_flag_decides() -> None:
 
 
 CLUSTERS = {"partition": SlurmOptions, "claim": KubernetesOptions, "ray_workers": RayOptions}
+CLUSTERS |= {"private": ExportOptions}
 SHORT = {"partition": "ABCDFGHIJLMNOQSWabcdekmnopqstvwx", "claim": "efilnov", "ray_workers": "Na"}
+SHORT |= {"private": ""}
 """The letters that sbatch, kubectl and ray take, and those of their users."""
 
 

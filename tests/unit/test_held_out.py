@@ -5,13 +5,16 @@ measured on (engine/runs/summary.py).
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from isobatch.core.errors import UserError
+from isobatch.core.terminal import rendered
 from isobatch.engine.registry import complete, workload
 from isobatch.engine.runs.summary import first_held_out, metrics_fields
+from isobatch.engine.trainer.finish import HARDLY_MOVED
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -109,3 +112,20 @@ def test_a_model_is_measured_on_test_or_else_on_validation(
     held_out = {split: {"loss": float(n)} for n, split in enumerate(splits) if split != "train"}
     found = metrics_fields(held_out)
     assert (found["split"], found["metrics"]) == (first, held_out.get(first or "", {}))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ({"loss": 2.0}, {"loss": 1.99}, "from 2.0000 to 1.9900"),
+        ({"loss": 2.0}, {"loss": 2.01}, "from 2.0000 to 2.0100"),
+        ({"loss": 2.0}, {"loss": 1.97}, None),
+        ({}, {"loss": 1.99}, None),
+        ({"loss": 2.0}, {}, None),
+    ],
+)
+def test_a_loss_that_training_hardly_moved_is_named(before: Any, after: Any, said: str | None) -> None:
+    run = SimpleNamespace(folder="runs/a", recipe=SimpleNamespace(lr=5e-5))
+    way = "a higher rate may learn more: `isobatch auto --like runs/a --lr 0.0002`"
+    wanted = f"the loss of valid hardly moved, {said}: {way}" if said else ""
+    assert rendered(HARDLY_MOVED, before=before, after=after, run=run) == wanted

@@ -46,6 +46,7 @@ def test_it_says_data_results_protocol_and_recipe() -> None:
     ):
         assert said in text
     assert "latency" not in text
+    assert "Measured on all 500 samples of valid (answers: 5 of them), " in card(options={"answers": 5})
     assert "best of the run's evaluations by f1_macro on valid" in card(chosen_by="f1_macro")
 
 

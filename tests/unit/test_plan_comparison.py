@@ -58,6 +58,7 @@ def test_a_duration_has_units(text: str, seconds: float | None) -> None:
     [
         ("4x8xh100", "2.10/h", 32 * 2.1),
         ("cpu:2x24gb", "2.1", 2.1),
+        ("cpu:2x24gb", "$2.1", 2.1),
         ("8xh100", "h100=3, RTX 4090=0.5/h", 24.0),
         ("8x4090", "h100=3, RTX 4090=0.5/h", 4.0),
         ("t4", "h100=3", None),
@@ -74,6 +75,11 @@ def test_wrong_prices_are_one_line(text: str) -> None:
     with pytest.raises(UserError, match="--price") as caught:
         parse_prices(text)
     assert "\n" not in str(caught.value)
+
+
+def test_a_card_that_is_several_is_asked_about() -> None:
+    with pytest.raises(UserError, match="no card is called a100: did you mean a100-40gb or a100-80gb"):
+        parse_prices("rtx3060=0.05,a100=1.60")
 
 
 def test_the_cheapest_in_time_is_named() -> None:

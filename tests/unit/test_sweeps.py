@@ -264,6 +264,18 @@ def test_no_value_is_advised_that_the_flag_does_not_take() -> None:
     assert list(edges(summary(runs, "loss", "min"), RECIPE)) == [], "there is no batch of 0"
 
 
+def test_rows_are_sorted_by_their_numbers_and_a_best_of_one_seed_says_so() -> None:
+    runs = [trained(loss=lr, lr=lr, seed=seed) for lr, seed in ((3, 0), (2, 0), (3, 1), (1, 0))]
+    found = summary(runs, "loss", "min")
+    assert [row["values"]["lr"] for row in found["rows"]] == [1, 2, 3]
+    assert [len(row["runs"]) for row in found["rows"]] == [1, 1, 2]
+    assert any(line.startswith("the best is a single run") for line in legend(found))
+    assert not any("single run" in line for line in legend(summary(runs, "loss", "max")))
+    words = [trained(schedule=name, lr=lr) for name in ("wsd", "cosine") for lr in (2, 1)]
+    order = [[*row["values"].values()] for row in summary(words, "loss", "min")["rows"]]
+    assert order == [["cosine", 1], ["cosine", 2], ["wsd", 1], ["wsd", 2]]
+
+
 def test_halving_that_stopped_nothing_says_why() -> None:
     found = summary([trained(loss=lr, lr=lr) for lr in (1, 2)], "loss", "min")
     assert any("evaluate at their end alone" in line for line in legend(found | {"rungs": [{}]}))
