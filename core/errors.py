@@ -28,6 +28,11 @@ class IsobatchError(Exception):
     (a process died), `spike` (without some steps) or `disk` (with more space); else empty. `planned`: a sweep
     had it stop there."""
 
+    def __init__(self, message: str = "", what: str = "") -> None:
+        """`what`: for whoever catches it, beside the line."""
+        super().__init__(message)
+        self.what = what
+
 
 class UserError(IsobatchError, ValueError):
     """The user's input is wrong: one line on standard error with the way out, exit 2."""
@@ -66,14 +71,13 @@ class DiskFullError(UserError):
 
 
 class UserCodeError(UserError):
-    """The user's own task file fails: its traceback `frames` are shown before the line.
+    """The user's own task file fails: its traceback, `what`, is shown before the line.
 
     They are a note of the exception as well, for whoever catches none: a notebook shows notes.
     """
 
     def __init__(self, message: str, frames: str) -> None:
-        super().__init__(message)
-        self.frames = frames
+        super().__init__(message, frames)
         self.add_note(frames)
 
 

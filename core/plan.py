@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import typing
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import OneOf, check_fields, convert, flags_of
 from isobatch.core.number_ranges import Count, Positive
 from isobatch.core.strategies import STRATEGIES, mesh_of
-
-if typing.TYPE_CHECKING:
-    from collections.abc import Mapping
 
 UNITS = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 """The units of sizes -> bytes."""
@@ -33,7 +30,7 @@ StrategyChoice = Annotated[str, OneOf(STRATEGIES, before=("auto",))]
 Precision = Literal["fp32", "bf16", "fp16"]
 Recompute = Literal["on", "selective", "off"]
 Invariance = Literal["exact", "rounding", "precision", "noise"]
-INVARIANCES: tuple[Invariance, ...] = typing.get_args(Invariance)
+INVARIANCES: tuple[Invariance, ...] = get_args(Invariance)
 """How exactly another plan of the recipe learns the same, the most exact first."""
 REHEARSED_STEPS = 5
 """First steps of a phase that rounds, computed under another cut: flipped levels are seen from the fourth."""

@@ -362,29 +362,23 @@ def in_train(test: Path, train: Path, facts: Facts) -> np.ndarray:
     """
     columns, known = load(test), load(train)
     both = columns.keys() & known.keys()
-    if "tokens" in both and "prompt" in facts.extra and "form" not in facts.extra:  # running text
-        columns, known = (_documents(of, facts.extra["eos"]) for of in (columns, known))
     names = {"tokens"} & both or {n for n in known if not n.endswith(WEIGHT) and not n.startswith("other")}
     if not names <= both or "length" in names:  # of data in a store the tokens are not there
         return np.zeros(count_rows(columns), bool)
-    tested, of_train = (zip(*(_row_bytes(of[n]) for n in names), strict=True) for of in (columns, known))
+    is_running = facts.extra.keys() & {"prompt", "form"} == {"prompt"}  # text, joined into blocks
+    end = facts.extra["eos"] if is_running else None
+    tested, of_train = (zip(*(_row_bytes(of[n], end) for n in names), strict=True) for of in (columns, known))
     rows = [*tested]
     again = {*rows}.intersection(of_train)  # training data is passed over once, and none of it is kept
     return np.array([row in again for row in rows], bool)
 
 
-def _documents(columns: Columns, end: int | None) -> dict[str, Column]:
-    """The tokens of blocks or windows as rows that this token ends; as they are where it ends none."""
-    tokens, learn = columns["tokens"], columns.get("learn")
-    assert isinstance(tokens, Ragged)
-    values = tokens.values[learn.values == 1] if isinstance(learn, Ragged) else tokens.values
-    ends = np.flatnonzero(values == end) + 1
-    return {"tokens": Ragged(values, np.append(0, ends)) if len(ends) else tokens}
-
-
-def _row_bytes(column: Column) -> Iterator[bytes]:
+def _row_bytes(column: Column, end: int | None) -> Iterator[bytes]:
+    """The bytes of each row; of text in blocks of each document, as far as there are such, by its `end`."""
     if isinstance(column, Ragged):
-        return (column.values[a:b].tobytes() for a, b in itertools.pairwise(column.offsets.tolist()))
+        ends: Any = [] if end is None else np.flatnonzero(column.values == end) + 1
+        offsets = np.append(0, ends) if len(ends) else column.offsets
+        return (column.values[a:b].tobytes() for a, b in itertools.pairwise(offsets.tolist()))
     return (row.tobytes() for row in np.asarray(column))
 
 

@@ -23,13 +23,12 @@ from isobatch.data.corpora import DEMO, Corpus
 from isobatch.data.preparation.encoding import batches
 from isobatch.data.preparation.spooled_array import SpooledColumns
 from isobatch.data.tables.delimited import is_number
-from isobatch.data.tokenized import TOKENIZER_FILE, TokenizedData, path_of
+from isobatch.data.tokenized import TOKENIZER_FILE, Encoded, TokenizedData, path_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from isobatch.core.facts import Facts
-    from isobatch.data.tokenized import Encoded
 
 MODEL_IDS = ("bos", "eos", "unk")
 """Ids that only the model uses, numbered after those of the data."""

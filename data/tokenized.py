@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import options_to_dict
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
     from isobatch.core.facts import Facts
 
-    Encoded = tuple[Mapping[str, Columns], Tokenizer | None, dict[str, Any]]
-
+Encoded: TypeAlias = "tuple[Mapping[str, Columns], Tokenizer | None, dict[str, Any]]"
 TOKENIZER_FILE = "tokenizer.json"
 DEFAULT_VOCABULARY_SIZE = 8192
 BYTES_PER_TOKEN = 4

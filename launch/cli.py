@@ -217,6 +217,6 @@ def guarded(action: Callable[[], int], debug: bool = False) -> int:
             traceback.print_exc()
             return BUG if error is None else error.exit_code
         if isinstance(error, UserCodeError):
-            sys.stderr.write(error.frames)
+            sys.stderr.write(error.what)
         print_lines(f"isobatch: {' '.join(str(error).split())}")
         return error.exit_code

@@ -20,7 +20,7 @@ from isobatch.data.corpora import DEMO, TrainingRows
 from isobatch.data.labelled import rows as reading
 from isobatch.data.labelled.kinds import KINDS, LabelKind, WordTags, find_kind
 from isobatch.data.preparation.encoding import EncodedShard, ShardEncoder, encode_whole
-from isobatch.data.tokenized import TokenizedData, path_of
+from isobatch.data.tokenized import Encoded, TokenizedData, path_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from isobatch.core.facts import Facts
     from isobatch.data.labelled.rows import Example
     from isobatch.data.readers import LocatedRows
-    from isobatch.data.tokenized import Encoded
 
 CLASS_WEIGHT = f"class{WEIGHT}"
 """The column of a training sample's weight in the loss, by its class or tags; there with --class-weights."""

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -22,10 +22,7 @@ from isobatch.data.text import chat_templates
 from isobatch.data.text.chat_templates import VERBATIM, ChatTemplate
 from isobatch.data.text.plain_text import TokenizationSettings
 from isobatch.data.text.row_fields import RowCounts, notes_of_unread
-from isobatch.data.tokenized import TokenizedData
-
-if TYPE_CHECKING:
-    from isobatch.data.tokenized import Encoded
+from isobatch.data.tokenized import Encoded, TokenizedData
 
 ANSWERS = (pairs.CHOSEN, pairs.REJECTED)
 DEMO_LINES = 4

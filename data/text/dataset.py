@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -18,10 +18,7 @@ from isobatch.data.corpora import DEMO
 from isobatch.data.text import chat_templates, conversations, demo_stories
 from isobatch.data.text.plain_text import TokenizationSettings
 from isobatch.data.text.sources import SET_COLUMN, Mixture, TextSet, TextSetSpec, split_set_names
-from isobatch.data.tokenized import TokenizedData
-
-if TYPE_CHECKING:
-    from isobatch.data.tokenized import Encoded
+from isobatch.data.tokenized import Encoded, TokenizedData
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

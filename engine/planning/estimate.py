@@ -234,12 +234,10 @@ def parse_prices(text: str | None) -> dict[str, float]:
         name, _, price = part.rpartition("=")
         card = named_model(name := name.strip().lower()) if name else ""
         match = re.fullmatch(PRICE, price.strip().lower())
-        if card is None:
-            near = [row for row in MACHINES if row.startswith(name)] or MACHINES
-            raise UserError(f"--price {text}: no card is called {name}: did you mean {' or '.join(near)}?")
-        if match is None or float(match[1]) <= 0:
-            forms = "such as 2.10/h, or of cards: h100=2.10,t4=0.35"
-            raise UserError(f"--price {text}: is no price of a GPU's hour {forms}")
+        if card is None or match is None or float(match[1]) <= 0:
+            near = " or ".join(row for row in MACHINES if card is None and row.startswith(name))
+            forms = f"did you mean {near}?" if near else "give 2.10/h, or of cards: h100=2.10,t4=0.35"
+            raise UserError(f"--price {text}: is no price of a GPU's hour: {forms}")
         found[card] = float(match[1])
     return found
 

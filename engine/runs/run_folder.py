@@ -412,10 +412,9 @@ def is_before(row: Mapping[str, Any], phases: list[str], phase: str, step: int) 
 
 def list_runs(folder: Path) -> Iterator[RunFolder]:
     """Every run in a folder, oldest first."""
-    found = [p.parent for p in folder.glob("[!.]*/recipe.json")] if folder.is_dir() else []
-    found = [p for p in found if (p / "facts.json").is_file()]
-    for path in sorted(found, key=lambda p: (p / "recipe.json").stat().st_mtime):
-        yield RunFolder(path)
+    found = [p for p in folder.glob("[!.]*/recipe.json") if p.with_name("facts.json").is_file()]
+    for path in sorted(found, key=lambda p: p.stat().st_mtime):
+        yield RunFolder(path.parent)
 
 
 def run_name(recipe: Recipe) -> str:

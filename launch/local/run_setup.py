@@ -21,7 +21,7 @@ from isobatch.core.package import CACHE, cache_folder
 from isobatch.core.plan import INVARIANCES, Plan, PlanOptions
 from isobatch.core.strategies import traits_of
 from isobatch.core.terminal import doing, print_lines, rendered
-from isobatch.data.base import in_train
+from isobatch.data.base import Data, in_train
 from isobatch.data.digests import FACTS_FILE, changed_file
 from isobatch.data.tokenizers import open_tokenizer
 from isobatch.engine import consent
@@ -48,7 +48,6 @@ from isobatch.models.causal_lm import known_models
 
 if TYPE_CHECKING:
     from isobatch.core.recipe import Recipe
-    from isobatch.data.base import Data
     from isobatch.models.protocols import Batches
 
 
@@ -269,12 +268,7 @@ def open_run(folder: str | Path, trust: bool = False, base: str | None = None) -
 
 
 class OtherDataError(UserError):
-    """The data here is not what a run was trained on."""
-
-    def __init__(self, text: str, what: str) -> None:
-        super().__init__(text)
-        self.what = what
-        """In what it differs."""
+    """The data here is not what a run was trained on; `what` says in what it differs."""
 
 
 BEGINNINGS = (*consent.NAMED_ONLY, "from", "tokenizer")

@@ -35,8 +35,7 @@ def shown_samples(data: Any, facts: Facts, count: int, on_terminal: bool, most: 
     learnt, lines = "coloured" if on_terminal else "in [[ ]]", []
     for number, rows in enumerate(samples, 1):
         for name, tokens, learn, (length,) in zip(names, *rows, strict=False):  # KTO learns the first alone
-            row = [*zip(tokens, learn, strict=True)][max(0, length - most) : length]
-            text = "…" * (length > most)
+            row, text = [*zip(tokens, learn, strict=True)][:length][-most:], "…" * (length > most)
             for is_learnt, part in itertools.groupby(row, lambda pair: pair[1] != 0):
                 said = tokenizer.decode([token for token, _ in part], skip_special_tokens=False)
                 said = "\n".join(map(printable, said.split("\n")))

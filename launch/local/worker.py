@@ -123,7 +123,7 @@ def _train(run: RunFolder, options: RunOptions, world: Communicator, owns_proces
         if error is None or (own_code and (options.debug or not owns_process)):
             raise
         if isinstance(error, UserCodeError):
-            console.say(error.frames.rstrip("\n"))
+            console.say(error.what.rstrip("\n"))
         lost = isinstance(error, WorkerLostError)
         if lost:
             traceback.print_exc()

@@ -171,7 +171,7 @@ class Answerer:
                 try:
                     samples[place] = rows.from_row(row, where)
                 except tables.UnansweredRowError as error:
-                    unanswered[error.why].append(error)
+                    unanswered[error.what].append(error)
             if not (samples or blank):
                 raise next(iter(unanswered.values()))[0]
             answers = dict(zip(samples, self.predict(list(samples.values())), strict=True))

@@ -196,11 +196,7 @@ class ListRequest(NamedTuple):
 
 
 class UnansweredRowError(UserError):
-    """A row that gets no answer, and does not end the command."""
-
-    def __init__(self, message: str, why: str) -> None:
-        super().__init__(message)
-        self.why = why
+    """A row that gets no answer, and does not end the command; `what` says why."""
 
 
 @dataclass(frozen=True, slots=True)

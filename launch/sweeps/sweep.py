@@ -157,7 +157,6 @@ def _store(runs: Sequence[Trained], rungs: Sequence[dict[str, Any]], folder: Pat
         found |= {"rungs": rungs, "steps": sum(steps for steps, _ in whole), "steps_saved": saved}
     found["edges"] = list(edges(found, flags_of(Recipe) | runs[0].request.workload.option_flags()))
     found["seeds"] = sorted({one.values[SEED] for one in runs if SEED in one.values})
-    found["name"] = folder.name.removeprefix("sweep-") if runs[0].request.run.name else ""
     atomic_files.write_json(folder / SWEEP, found)
     sweeps.write_tables(found, folder / "sweep")
     if has("matplotlib"):

@@ -24,14 +24,13 @@ from isobatch.models.base import Batch, Loss, ModelSize
 from isobatch.models.causal_lm import adapters
 from isobatch.models.causal_lm.model_sizes import PRESETS
 from isobatch.models.model_card import ModelDescription, usage_lines
-from isobatch.models.preference.task import PairTask, figures_of, first_minus_second
+from isobatch.models.preference.task import Measured, PairTask, figures_of, first_minus_second
 
 if TYPE_CHECKING:
     import numpy as np
     from torch import nn
 
     from isobatch.core.facts import Facts
-    from isobatch.models.preference.task import Measured
     from isobatch.models.protocols import Predictor
 
 HEAD = "score"

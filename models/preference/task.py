@@ -18,7 +18,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from isobatch.core.errors import refuse
 from isobatch.core.number_ranges import AboveZero
@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 
     from isobatch.core.facts import Facts
 
-    Measured = tuple[dict[str, Loss], Tensor]
-
+Measured: TypeAlias = "tuple[dict[str, Loss], Tensor]"
 SITUATIONS = table_beside(__file__, "situations")
 TIE = 1e-4
 """Rewards that differ by no more may differ by rounding alone: such a pair counts as half right."""

@@ -19,7 +19,7 @@ def test_each_list_makes_runs_and_a_table(tmp_path: Path) -> None:
     assert "best" in first.stdout
     folder = tmp_path / "runs" / "sweep-s"
     rows = json.loads((folder / "sweep.json").read_text())["rows"]
-    assert " --trials 4 --seed 0,1 --name s-2\n" in first.stdout, "which leaves this table as it is"
+    assert " --trials 4 --seed 0,1 (under another --name: " in first.stdout
     assert [row["values"] for row in rows] == [{"lr": 0.001}, {"lr": 0.01}]
     assert [Path(run).name for run in rows[0]["runs"]] == ["s-lr0.001-seed0", "s-lr0.001-seed1"]
     again = command(warm_command(*words, "--quiet", "--json"), tmp_path)

@@ -78,7 +78,7 @@ def test_wrong_prices_are_one_line(text: str) -> None:
 
 
 def test_a_card_that_is_several_is_asked_about() -> None:
-    with pytest.raises(UserError, match="no card is called a100: did you mean a100-40gb or a100-80gb"):
+    with pytest.raises(UserError, match="is no price of a GPU's hour: did you mean a100-40gb or a100-80gb"):
         parse_prices("rtx3060=0.05,a100=1.60")
 
 

@@ -66,7 +66,7 @@ def test_an_import_error_shows_the_users_frames_alone(tmp_path: Path) -> None:
     (tmp_path / "neighbour.py").write_text("import no_such_library\n")
     with pytest.raises(UserCodeError, match="cannot be imported: ModuleNotFoundError") as caught:
         load_task_class(written(tmp_path, "import neighbour\n" + TASK))
-    frames = caught.value.frames
+    frames = caught.value.what
     assert f'File "{tmp_path}/mine.py", line 1' in frames
     assert f'File "{tmp_path}/neighbour.py", line 1' in frames
     assert "task_files.py" not in frames
