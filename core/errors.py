@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import ClassVar
@@ -49,6 +50,17 @@ def refuse(wrong: Mapping[str, object]) -> None:
     for message, is_wrong in wrong.items():
         if is_wrong:
             raise UserError(message)
+
+
+@contextlib.contextmanager
+def explain_errors(
+    place: str, *kinds: type[Exception], to: type[IsobatchError] = UserError, way_out: str = ""
+) -> Iterator[None]:
+    """Raise a line in place of an error of these kinds, of a library's: where, what it says, the way out."""
+    try:
+        yield
+    except kinds as error:
+        raise to(f"{place}: {first_line(error)}{way_out}") from None
 
 
 def nearest_file(name: str | Path) -> str:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Literal
 
-from isobatch.core.errors import UserError
+from isobatch.core.errors import UserError, explain_errors
 
 T = typing.TypeVar("T")
 
@@ -181,10 +181,8 @@ def convert(flag: Flag, value: Any) -> Any:
     """The typed value of a flag, from text or JSON. Raises UserError where it is not valid."""
     if isinstance(value, BareValue) and not is_switch(flag.kind):
         raise UserError(f"{flag.spelling}: needs a value")
-    try:
+    with explain_errors(f"{flag.spelling} {value}", ValueError, TypeError, OverflowError):
         return _convert(flag.kind, value)
-    except (ValueError, TypeError, OverflowError) as error:
-        raise UserError(f"{flag.spelling} {value}: {error}") from None
 
 
 def _convert(kind: Any, value: Any) -> Any:

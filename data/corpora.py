@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from isobatch.core import hub_cache
-from isobatch.core.errors import NotHereError, UserError, nearest_file
+from isobatch.core.errors import NotHereError, UserError, explain_errors, nearest_file
 from isobatch.core.extras import need
 from isobatch.data import readers
 from isobatch.data.readers import SplitFiles
@@ -48,10 +48,8 @@ def load_dataset(name: str, config: str | None) -> Any:
         folder = hub_cache.snapshot("datasets", name)
         # Otherwise `datasets` asks for every file over the network, with retries, before it uses the cache.
         datasets.config.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE = True
-    try:
+    with explain_errors(f"--data {name}", Exception):  # network, missing configuration, gated
         return datasets.load_dataset(str(folder or name), config)
-    except Exception as error:  # network, missing configuration, gated: each becomes one line for the user
-        raise UserError(f"--data {name}: {str(error).splitlines()[0]}") from None
 
 
 SEED = 20

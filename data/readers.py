@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
-from isobatch.core.errors import UserError
+from isobatch.core.errors import UserError, explain_errors
 from isobatch.core.flags import nearest_hint
 from isobatch.data.digests import file_hash
 from isobatch.data.preparation.progress import position
@@ -265,10 +265,9 @@ class _Unpacked(gzip.GzipFile):
     """Unpacks a file as it is read. Raises UserError where it is no whole gzip file."""
 
     def read(self, size: int | None = -1) -> bytes:
-        try:
+        kinds = gzip.BadGzipFile, EOFError, zlib.error
+        with explain_errors(f"{self.name}: is no whole gzip file", *kinds, way_out=": fetch it again"):
             return super().read(size)
-        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise UserError(f"{self.name}: is no whole gzip file: {error}: fetch it again") from None
 
 
 def open_utf8(file: Path) -> io.BufferedReader:
@@ -285,10 +284,8 @@ def open_utf8(file: Path) -> io.BufferedReader:
             with stream:  # as the first Macintoshes ended lines, and Excel can
                 return io.BufferedReader(io.BytesIO(stream.read().replace(b"\r", b"\n")))
         return stream
-    try:
+    with explain_errors(f"{file}: is not whole UTF-16, as its first bytes say it is", UnicodeError):
         return io.BufferedReader(io.BytesIO(file.read_bytes().decode(encoding).encode()))
-    except UnicodeError as error:
-        raise UserError(f"{file}: is not whole UTF-16, as its first bytes say it is: {error}") from None
 
 
 def _read_stream(file: Path, start: int, stop: int | None) -> Iterator[str]:
@@ -433,15 +430,14 @@ def open_parquet(file: Path) -> ParquetFile:
     return table
 
 
-@contextlib.contextmanager
-def explain_parquet_errors(file: Path, what: str = "is no whole parquet file") -> Iterator[None]:
+def explain_parquet_errors(
+    file: Path, what: str = "is no whole parquet file"
+) -> contextlib.AbstractContextManager[None]:
     """Raise UserError that says `what` of the file where pyarrow cannot read it."""
     import pyarrow
 
-    try:
-        yield
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{file}: {what}: {str(error).partition(chr(10))[0]}: fetch it again") from None
+    kinds = pyarrow.ArrowException, OSError, UnicodeDecodeError
+    return explain_errors(f"{file}: {what}", *kinds, way_out=": fetch it again")
 
 
 def _read_parquet(file: Path, part: SplitFiles) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from isobatch.core import hub_cache
-from isobatch.core.errors import UserError, nearest_file
+from isobatch.core.errors import UserError, explain_errors, nearest_file
 from isobatch.core.hub_cache import explain_hub_error
 from isobatch.core.package import table_beside
 from isobatch.data.digests import file_hash
@@ -128,13 +128,11 @@ def open_tokenizer(path: Path) -> Tokenizer:
     from tokenizers import Tokenizer
 
     file_format, files = _format_and_files(path)
-    try:
+    with explain_errors(f"--tokenizer {path}: cannot be read", Exception):  # the library's for every fault
         if file_format == "bpe":
             tokenizer = _byte_level_bpe(files[0], files[1])
         else:
             tokenizer = Tokenizer.from_file(str(files[0])) if file_format == "json" else _wordpiece(files[0])
-    except Exception as error:  # the library raises bare Exception for every fault in a file
-        raise UserError(f"--tokenizer {path}: cannot be read: {error}") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

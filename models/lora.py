@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isobatch.core.errors import UserError, first_line
+from isobatch.core.errors import UserError, explain_errors
 
 if TYPE_CHECKING:
     from torch import nn
@@ -234,7 +234,6 @@ def put_adapter(model: Any, folder: Path, base: str) -> Any:
     """A model with the adapter in `folder`, as peft wraps it. Raises UserError if it is none for `base`."""
     from peft import PeftModel
 
-    try:
+    # Where the shapes or the names do not match.
+    with explain_errors(f"{folder}: is no adapter for {base}", RuntimeError, ValueError):
         return PeftModel.from_pretrained(model, str(folder))
-    except (RuntimeError, ValueError) as error:  # the shapes or the names do not match
-        raise UserError(f"{folder}: is no adapter for {base}: {first_line(error)}") from None

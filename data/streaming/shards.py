@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from isobatch.core.errors import TrainingError
+from isobatch.core.errors import TrainingError, explain_errors
 from isobatch.data.readers import without_nulls
 from isobatch.data.streaming.store import ObjectFile, Store, StoredObject, file_format
 
@@ -118,12 +118,11 @@ class GzippedLines(Lines):
         yield Extent(0, self.stored.size), self._unpacked()
 
     def _unpacked(self) -> bytes:
-        try:
+        kinds = gzip.BadGzipFile, EOFError, zlib.error
+        with explain_errors(f"{self.stored.address}: is no whole gzip file", *kinds, to=TrainingError):
             if self.stored.size:  # nothing would be read as no lines
                 return gzip.decompress(self._read(0, self.stored.size))
             raise EOFError("it has 0 bytes")
-        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise TrainingError(f"{self.stored.address}: is no whole gzip file: {error}") from None
 
 
 class ParquetShard(Shard):
@@ -171,12 +170,13 @@ class ParquetShard(Shard):
 
         source = pyarrow.PythonFile(ObjectFile(self.store, self.stored), "r")
         options = {"pre_buffer": True, "page_checksum_verification": True}
-        try:
-            with parquet.ParquetFile(source, metadata=self._metadata, **options) as file:
-                self._metadata = file.metadata
-                yield file
-        except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-            raise TrainingError(f"{self.stored.address}: is no whole Parquet file: {error}") from None
+        kinds = pyarrow.ArrowException, OSError, UnicodeDecodeError
+        with (
+            explain_errors(f"{self.stored.address}: is no whole Parquet file", *kinds, to=TrainingError),
+            parquet.ParquetFile(source, metadata=self._metadata, **options) as file,
+        ):
+            self._metadata = file.metadata
+            yield file
 
 
 SHARDS: dict[str | None, type[Shard]] = {"parquet": ParquetShard, "jsonl": Lines, "jsonl.gz": GzippedLines}

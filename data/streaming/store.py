@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from isobatch.core import hub_cache
-from isobatch.core.errors import IsobatchError, TrainingError, UserError
+from isobatch.core.errors import IsobatchError, TrainingError, UserError, explain_errors
 from isobatch.core.extras import need
 from isobatch.core.flags import nearest_hint
 from isobatch.core.measures import printable
@@ -157,11 +157,9 @@ class Store:
         """
         found: dict[str, StoredObject] = {}
         for pattern in patterns(data):
-            try:
+            with explain_errors(f"--data {data}", TrainingError):
                 ask = partial(self._list, pattern)
                 listed = _insist(pattern, "the list of objects", ask, ATTEMPTS_TO_LIST)
-            except TrainingError as error:
-                raise UserError(f"--data {data}: {error}") from None
             known = [(one, file_format(one.address)) for one in listed]
             matched = {one.address: one for one, kind in known if kind and (one.size or kind != "jsonl")}
             if not matched:

@@ -15,12 +15,11 @@ import os
 import re
 import shutil
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isobatch.core import atomic_files
-from isobatch.core.errors import TrainingError
+from isobatch.core.errors import TrainingError, explain_errors
 from isobatch.engine.checkpointing.digests import BLOCK, bytes_digest
 from isobatch.engine.checkpointing.layout import FilePart, Layout, layout_in
 
@@ -191,12 +190,9 @@ def _close(opened: dict[int, int]) -> None:
         os.close(descriptor)
 
 
-@contextlib.contextmanager
-def _naming_damage(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise TrainingError(f"checkpoint {folder} is damaged: {error}") from None
+def _naming_damage(folder: Path) -> contextlib.AbstractContextManager[None]:
+    kinds = OSError, ValueError, KeyError, TypeError, IndexError, AttributeError
+    return explain_errors(f"checkpoint {folder} is damaged", *kinds, to=TrainingError)
 
 
 def remove_leftovers(folder: Path) -> None:

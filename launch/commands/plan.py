@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from isobatch.core.errors import DONE, NotHereError, UserError
+from isobatch.core.errors import DONE, NotHereError, UserError, explain_errors
 from isobatch.core.measures import parse_duration, printable
 from isobatch.core.number_ranges import Count
 from isobatch.core.terminal import fitted, print_answer, print_lines
@@ -46,10 +46,8 @@ class PlanCommandOptions(PlannedOptions):
 
     def seconds(self) -> float | None:
         """Seconds of --deadline. Raises UserError."""
-        try:
+        with explain_errors(f"--deadline {self.deadline}", ValueError):
             return None if self.deadline is None else parse_duration(self.deadline)
-        except ValueError as error:
-            raise UserError(f"--deadline {self.deadline}: {error}") from None
 
 
 def plan(words: Sequence[str]) -> int:

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig
 
-from isobatch.core.errors import ExportError, UserError, first_line, refuse
+from isobatch.core.errors import ExportError, UserError, explain_errors, refuse
 from isobatch.core.package import table_beside
 from isobatch.models import lora
 from isobatch.models.causal_lm import gguf_vocabulary
@@ -158,10 +158,8 @@ def write(source: Path, file: Path, kind: str, place: str) -> dict[str, Any]:
     gguf_vocabulary.add(writer, source, config, place)
     if not (files := sorted(source.glob("model*.safetensors"))):
         raise UserError(f"{place}: {source} holds no model.safetensors: copy it from where it was trained")
-    try:
+    with explain_errors(f"{place}: the weights in {source} cannot be read", SafetensorError):
         tensors = list(_tensors(files, config, family, kind, place))
-    except SafetensorError as error:
-        raise UserError(f"{place}: the weights in {source} cannot be read: {first_line(error)}") from None
     if (rope := _rope(config)).get("rope_type") == "llama3":
         factors = _llama3_factors(rope, _head_dim(config))
         tensors.append(Stored("rope_freqs.weight", (len(factors),), "F32", lambda *_: factors))

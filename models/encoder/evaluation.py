@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from isobatch.core.errors import UserError, first_line
+from isobatch.core.errors import explain_errors
 from isobatch.core.extras import need
 from isobatch.models.encoder.class_metrics import Predictions
 
@@ -127,10 +127,9 @@ def onnx_session(file: Path, threads: int = 0) -> Any:
     info = Path("/proc/cpuinfo")  # where there is none, or it has VNNI, to read weights as unsigned is slower
     if info.is_file() and "vnni" not in info.read_text():  # else sums of two products saturate
         options.add_session_config_entry("session.x64quantprecision", "1")
-    try:
+    # The library's exceptions have no base of their own.
+    with explain_errors(f"{file} cannot be opened by onnxruntime", Exception):
         return onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # the library's exceptions have no base of their own
-        raise UserError(f"{file} cannot be opened by onnxruntime: {first_line(error)}") from None
 
 
 def has_text_pairs(facts: Facts) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from isobatch.core.errors import ExportError
+from isobatch.core.errors import ExportError, explain_errors
 from isobatch.core.package import table_beside
 from isobatch.models.encoder import evaluation, problems
 from isobatch.models.encoder.calibration import FILE as CALIBRATION_FILE
@@ -104,10 +104,9 @@ def tokenizer_runner(file: Path) -> evaluation.Runner:
 
     tokenizer = AutoTokenizer.from_pretrained(file.parent)
     run = evaluation.onnx_runner(file, 1, tokenizer.model_input_names)
-    try:
+    # The library's exceptions have no base of their own.
+    with explain_errors(f"{file.name} does not take what its tokenizer makes", Exception, to=ExportError):
         run(dict(tokenizer(["a text", "another"], padding=True, return_tensors="np")))
-    except Exception as error:  # the library's exceptions have no base of their own
-        raise ExportError(f"{file.name} does not take what its tokenizer makes: {error}") from None
     return run
 
 

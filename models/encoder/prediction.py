@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from isobatch.core.errors import UserError
+from isobatch.core.errors import UserError, explain_errors
 from isobatch.core.terminal import rendered
 from isobatch.models import hub, saving
 from isobatch.models.encoder import drift, evaluation, problems
@@ -74,10 +74,9 @@ class TextClassifier:
             read = config.get("isobatch") or {}
             most = read.get("max_length") or saving.max_input_tokens(config) or 512
             columns = {name: read.get(name) for name in COLUMNS}
-            try:
+            # The library raises bare Exception for every fault in a file.
+            with explain_errors(f"{folder / TOKENIZER_FILE} cannot be read", Exception):
                 tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
-            except Exception as error:  # the library raises bare Exception for every fault in a file
-                raise UserError(f"{folder / TOKENIZER_FILE} cannot be read: {error}") from None
         tokenizer.no_padding()
         tokenizer.enable_truncation(most, strategy="longest_first")
         then = problem.kept.profile

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from isobatch.core.errors import UserError, nearest_file
+from isobatch.core.errors import UserError, explain_errors, nearest_file
 from isobatch.core.measures import parse_duration
 from isobatch.core.number_ranges import Count, Positive, Trials
 from isobatch.core.package import table_beside
@@ -163,10 +163,8 @@ def option_words(flag: str, text: str | None) -> tuple[str, ...]:
     """
     if text is None:
         return ()
-    try:
+    with explain_errors(f"{flag} {text}", ValueError):
         words = shlex.split(refuse_control_characters(text, flag))
-    except ValueError as error:
-        raise UserError(f"{flag} {text}: {error}") from None
     if not words or not words[0].startswith("-") or any(re.match("-[^-]", word) for word in words):
         raise UserError(f'{flag} {text}: holds {flag[2:]}\'s own options, written out: {flag} "--comment=a"')
     if flag == "--sbatch" and re.search(r"--(gpus|(gres|tres-per-node)[= ]\S*gpu)[=: /]", text):
