@@ -75,11 +75,11 @@ def on_screen(text: str, stream: TextIO | None = None) -> str:
     return wrapped(text, columns(stream)) if (stream or sys.stdout).isatty() else text
 
 
-def rendered(template: Path, **shown: Any) -> str:
-    """The text that a template makes of what is shown, values and functions by name."""
+def rendered(module: str, name: str, /, **shown: Any) -> str:
+    """The text that NAME.jinja, beside the module of this file, makes of what is shown: values, functions."""
     from jinja2 import Environment, StrictUndefined
 
-    is_page = template.name.endswith(".html.jinja")
+    is_page, template = name.endswith(".html"), Path(module).with_name(f"{name}.jinja")
     environment = Environment(autoescape=is_page, trim_blocks=not is_page, undefined=StrictUndefined)
     source = environment.from_string(template.read_text(encoding="utf-8"))
     return printable(source.render(**shown)).rstrip("\n")

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from isobatch.core.facts import Facts
 from isobatch.core.measures import printable
 from isobatch.core.recipe import Recipe
+from isobatch.core.terminal import rendered
 from isobatch.models import hub
 
 FILE = hub.CARD_FILE
@@ -43,10 +44,7 @@ class ModelDescription:
 
 def usage_lines(task_file: str, **values: Any) -> str:
     """The lines of the template that lies beside a task's file, with these values."""
-    from jinja2 import Template
-
-    text = Path(task_file).with_name("usage.jinja").read_text(encoding="utf-8")
-    return Template(text, trim_blocks=True).render(values)
+    return rendered(task_file, "usage", **values)
 
 
 class HeldOutFigures(NamedTuple):
@@ -76,7 +74,7 @@ def render(
     sizes = ", ".join(f"{count:,} in {split}" for split, count in facts.samples.items())
     said = {"samples": sizes.replace(" in ", " samples in ", 1), "data": _short_name(recipe.data)}
     said["measured_on"] = " and ".join(f"all {facts.samples[split]:,} samples of {split}" for split in splits)
-    return _card(model, recipe, here or recipe, facts=facts, measured=measured, rows=rows, **said)
+    return _card(model, recipe, here, facts=facts, measured=measured, rows=rows, **said)
 
 
 def render_export(model: ModelDescription, recipe: Recipe, of_final: str, measured_on: str) -> str:
@@ -85,16 +83,14 @@ def render_export(model: ModelDescription, recipe: Recipe, of_final: str, measur
     `measured_on`: which weights those were measured with.
     """
     _, found, rest = of_final.partition("\n\n## Data\n")
-    return (
-        _card(model, recipe, recipe, of_final=rest.replace(WITH_THESE_WEIGHTS, measured_on)) if found else ""
-    )
+    return _card(model, recipe, of_final=rest.replace(WITH_THESE_WEIGHTS, measured_on)) if found else ""
 
 
-def _card(model: ModelDescription, recipe: Recipe, here: Recipe, **values: Any) -> str:
+def _card(model: ModelDescription, recipe: Recipe, here: Recipe | None = None, **values: Any) -> str:
     import yaml
     from jinja2 import Environment
 
-    name, fields = recipe.model, dict[str, Any](model.hub_fields)
+    name, here, fields = recipe.model, here or recipe, dict[str, Any](model.hub_fields)
     # A folder or a hub id; None for a model trained from scratch.
     base = name if name and (hub.is_id(name) or Path(str(here.model)).expanduser().is_dir()) else None
     licence = licence_of(str(here.model), recipe.revision) if base else None

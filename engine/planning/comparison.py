@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from isobatch.core.errors import UserError
@@ -77,8 +76,7 @@ def format_comparison(found: Comparison) -> str:
     heads += ["an hour", "cost"] if found.prices else []
     heads += [] if found.deadline is None else [f"within {format_duration(found.deadline)}"]
     rows = [heads, *(_cells(e, found) for e in found.estimates)]
-    template, words = Path(__file__).with_name("comparison.jinja"), {**WRITTEN, "whole": format_duration}
-    said = rendered(template, found=found, prices=PRICES, **words)
+    said = rendered(__file__, "comparison", found=found, prices=PRICES, whole=format_duration, **WRITTEN)
     return "\n".join([table(rows, columns()), "", wrapped(said, columns())])
 
 
@@ -130,9 +128,9 @@ def six_lines(found: Estimate, deadline: float | None = None) -> str:
     share = math.ceil(recipe.batch_size / plan.processes)
     most = min(plan.micro_batch_samples, max(1, plan.micro_batch_tokens // longest), share)
     count = math.ceil(share / most)
-    template, shown = Path(__file__).with_name("plan.jinja"), {"plan": plan, "count": count, "busy": BUSY}
-    shown |= {"each": math.ceil(share / count), "offloads": traits_of(plan.strategy).offloads}
-    return fitted(rendered(template, found=found, deadline=deadline, **shown, **WRITTEN))
+    shown = {"plan": plan, "count": count, "busy": BUSY, "each": math.ceil(share / count)}
+    shown |= {"offloads": traits_of(plan.strategy).offloads, "deadline": deadline}
+    return fitted(rendered(__file__, "plan", found=found, **shown, **WRITTEN))
 
 
 def reasons(found: Estimate) -> str:
@@ -148,8 +146,8 @@ def reasons(found: Estimate) -> str:
             shown |= fixed_loader_settings(plan)
     rows = table([(name, _cell(name, v), why) for name, (v, why) in shown.items()], columns())
     parts = [f"{n} {short_duration(p)}" for n, p in found.parts.items() if p >= 0.01 * seconds]
-    template, said = Path(__file__).with_name("reasons.jinja"), {"rows": rows, "parts": parts, "plan": plan}
-    page = rendered(template, target=found.target, price=found.price, prices=PRICES, **said)
+    said = {"rows": rows, "parts": parts, "plan": plan, "price": found.price, "prices": PRICES}
+    page = rendered(__file__, "reasons", target=found.target, **said)
     return wrapped(page, columns())
 
 

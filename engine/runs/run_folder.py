@@ -406,8 +406,7 @@ def is_before(row: Mapping[str, Any], phases: list[str], phase: str, step: int) 
         return False
     if "phase" not in row or row["phase"] not in phases:
         return True
-    of_row, current = phases.index(row["phase"]), phases.index(phase)
-    return of_row < current or (of_row == current and int(row.get("step", 0)) <= step)
+    return (phases.index(row["phase"]), int(row.get("step", 0))) <= (phases.index(phase), step)
 
 
 def list_runs(folder: Path) -> Iterator[RunFolder]:

@@ -320,5 +320,4 @@ def _headline(state: Training, builder: Builder) -> str:
     size = state.task.model_size(state.facts)
     evaluating = evaluation_seconds(state.recipe, state.facts, builder.schedules, size, state.plan)
     shown = {"seconds": steps * state.plan.predicted_step_seconds + evaluating, "duration": format_duration}
-    template = Path(__file__).with_name("headline.jinja")
-    return rendered(template, state=state, steps=steps, remark=size.remark, few=FEW, **shown)
+    return rendered(__file__, "headline", state=state, steps=steps, remark=size.remark, few=FEW, **shown)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from isobatch.core.errors import UserError
@@ -71,8 +70,8 @@ def describe(words: Sequence[str]) -> int:
         shown = [] if options.all else usual_flags(workload(name))
     told = f"{len(shown)} of {sum(map(len, groups.values()))} flags; all of them: describe {name} --all"
     rows = {title: [r for r in own if not shown or r["flag"] in shown] for title, own in groups.items()}
-    page, said = Path(__file__).with_name("describe.jinja"), [told] if shown else notes
-    text = fitted(rendered(page, groups=rows, notes=said, text=value_text))
+    said = [told] if shown else notes
+    text = fitted(rendered(__file__, "describe", groups=rows, notes=said, text=value_text))
     return print_answer({"task": name, "flags": groups, "notes": notes}, text, options.json)
 
 

@@ -100,7 +100,7 @@ def _said(kind: str, figures: dict[str, Any], name: str) -> list[str]:
     """What a written form is, and the line to type next."""
     shown = {"kind": kind, "name": name.lower(), "ollama": OLLAMA, "modelfile": MODELFILE, "file": None}
     words = {**shown, **figures, "quoted": shlex.quote, "size": format_bytes}
-    return rendered(Path(__file__).with_name("export.jinja"), **words).splitlines()
+    return rendered(__file__, "export", **words).splitlines()
 
 
 def export_form(run: RunFolder, kind: str, data_path: str | None = None) -> dict[str, Any]:

@@ -195,8 +195,8 @@ def inspect(words: Sequence[str]) -> int:
     found = describe_run(run)
     values = {**found["recipe"], **found["recipe"]["options"], "options": None}
     true = {n: v for n, v in found["metrics"].items() if f"metrics.{n}" not in found["changed"]}
-    template, shown = Path(__file__).with_name("inspect.jinja"), format_metrics(true, ".4g")
-    text = rendered(template, **found, values=values, shown=shown, short=_short)
+    shown = format_metrics(true, ".4g")
+    text = rendered(__file__, "inspect", **found, values=values, shown=shown, short=_short)
     return print_answer(found, text, options.json)
 
 

@@ -284,7 +284,8 @@ def verdict_of(found: Answer) -> tuple[str, bool]:
     named = {**found["recipe"], **plan, **found["versions"]}.items()
     one, other = samples.get("rows", (0, 0))
     text = rendered(
-        Path(__file__).with_name("verdict.jinja"),
+        __file__,
+        "verdict",
         **{"log": log, "samples": samples, "step": step, "names": NAMES, "same_weights": SAME_WEIGHTS},
         **{"data_differs": found["data_differs"], "is_equal": is_equal},
         unexplained=next(iter(unexplained), None),

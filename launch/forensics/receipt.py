@@ -96,12 +96,10 @@ def receipt(words: Sequence[str]) -> int:
         signature.unlink(missing_ok=True)
     else:
         atomic_files.write_text(signature, signed)
-    shown: dict[str, Any] = {"file": file, "signature": signature, "signed": signed}
-    shown |= {"size": format_bytes(len(text)), "allowed": TOLERANCE[run.plan.invariance][0]}
-    shown |= {"run": run.folder, "elsewhere": receipts.chosen_elsewhere(content)}
-    page = Path(__file__).with_name("receipt.jinja")
-    said = rendered(page, content=content, precision=run.plan.precision, **shown)
     found = {"receipt": str(file), "signature": str(signature) if signed else None}
+    shown = {"run": run, "size": format_bytes(len(text)), "allowed": TOLERANCE[run.plan.invariance][0]}
+    elsewhere = receipts.chosen_elsewhere(content)
+    said = rendered(__file__, "receipt", content=content, elsewhere=elsewhere, **shown, **found)
     return print_answer(found, said, options.json)
 
 
@@ -126,7 +124,7 @@ def audit(words: Sequence[str]) -> int:
     file = runs_named(positional[0])[-1]
     found = audit_receipt(file / FILE if file.is_dir() else file, options)
     shown = dataclasses.asdict(found)
-    text = rendered(Path(__file__).with_name("audit.jinja"), file=file, **shown)
+    text = rendered(__file__, "audit", file=file, **shown)
     print_answer({"holds": not found.problems, **shown}, text, options.json)
     return FAILED if found.problems else DONE
 

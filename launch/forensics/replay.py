@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -89,8 +88,8 @@ def text_of(seen: ObservedStep) -> str:
     losses = [[f"{loss:.6g}", ", ".join(map(str, numbers))] for loss, numbers in alone]
     largest = sorted(seen.gradients.items(), key=lambda item: -item[1])
     gradients = [[f"{norm:.4g}", name] for name, norm in largest]
-    template, found = Path(__file__).with_name("replay.jinja"), (modules, losses, gradients)
-    return rendered(template, seen=seen, bad=bad, found=found, table=table, most=SHOWN)
+    found = (modules, losses, gradients)
+    return rendered(__file__, "replay", seen=seen, bad=bad, found=found, table=table, most=SHOWN)
 
 
 def as_json(seen: ObservedStep) -> dict[str, Any]:

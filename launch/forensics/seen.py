@@ -54,7 +54,7 @@ def seen(words: Sequence[str]) -> int:
     """
     run, options = open_single_run(words, "seen", SeenOptions)
     answer = answer_question(run, options)
-    text = rendered(Path(__file__).with_name("seen.jinja"), answer=answer, most=SHOWN)
+    text = rendered(__file__, "seen", answer=answer, most=SHOWN)
     return print_answer(answer, text, options.json)
 
 

@@ -8,7 +8,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 from isobatch.core.errors import DONE, FAILED, TrainingError
@@ -66,8 +65,8 @@ def verify(words: Sequence[str]) -> int:
     if not (recipe_problems(run) or task_file_problem(run.recipe)):  # else nothing of it is executed
         run = open_run(run.folder, options.trust, options.base)
     report = verify_run(run, options)
-    template, claimed = Path(__file__).with_name("verify.jinja"), run.plan.invariance if run.has_plan else ""
-    print_answer(report, rendered(template, **report, claimed=claimed), options.json)
+    claimed = run.plan.invariance if run.has_plan else ""
+    print_answer(report, rendered(__file__, "verify", **report, claimed=claimed), options.json)
     return DONE if report["verified"] else FAILED
 
 

@@ -126,5 +126,5 @@ def worth_a_trial(found: Findings, plan: Mapping[str, Any]) -> list[dict[str, An
 
 def profile_lines(found: Findings) -> list[str]:
     """The findings for a person."""
-    template, targets = Path(__file__).with_name("profile.jinja"), {"use": DEVICE_USE, "memory": MEMORY}
-    return rendered(template, **found, targets=targets).splitlines()
+    targets = {"use": DEVICE_USE, "memory": MEMORY}
+    return rendered(__file__, "profile", **found, targets=targets).splitlines()

@@ -269,4 +269,4 @@ def compatible(tried: Iterable[PairedRounds]) -> list[PairedRounds]:
 
 def table_lines(found: dict[str, Any]) -> list[str]:
     """The findings for a person."""
-    return rendered(Path(__file__).with_name("tune.jinja"), **found).splitlines()
+    return rendered(__file__, "tune", **found).splitlines()

@@ -95,8 +95,7 @@ def write_report(contents: Contents, folder: Path) -> Contents:
     doing("drawing the report")
     atomic_files.write_json(folder / "report.json", contents.to_dict())
     for ending in ("md", "html"):
-        template = Path(__file__).with_name(f"page.{ending}.jinja")
-        page = rendered(template, parts=parts_of(contents), svg=_svg, md=in_markdown)
+        page = rendered(__file__, f"page.{ending}", parts=parts_of(contents), svg=_svg, md=in_markdown)
         atomic_files.write_text(folder / f"report.{ending}", page)
     return contents
 

@@ -98,8 +98,7 @@ def legend(found: Mapping[str, Any]) -> list[str]:
     """What the table's figures are, that of the best on the test split, and where to search on."""
     test = (found["best"] or {}).get(TEST) if found["split"] == VALID else None
     figures = [one for one in figures_of(test, found["metric"]) if one] if test else []
-    template = Path(__file__).with_name("sweep.txt.jinja")
-    return rendered(template, found=found, figures=figures, test=TEST, valid=VALID).splitlines()
+    return rendered(__file__, "sweep.txt", found=found, figures=figures, test=TEST, valid=VALID).splitlines()
 
 
 def write_tables(found: Mapping[str, Any], file: Path) -> None:
@@ -108,8 +107,8 @@ def write_tables(found: Mapping[str, Any], file: Path) -> None:
     with file.with_name(f"{file.name}.csv").open("w", newline="", encoding="utf-8") as stream:
         csv.writer(stream, lineterminator="\n").writerows(cells)
     for ending in ("md", "tex"):
-        template = Path(__file__).with_name(f"sweep.{ending}.jinja")
-        text = rendered(template, cells=[line[:-1] for line in cells], notes=notes, md=in_markdown)
+        shown = {"cells": [line[:-1] for line in cells], "notes": notes, "md": in_markdown}
+        text = rendered(__file__, f"sweep.{ending}", **shown)
         atomic_files.write_text(file.with_name(f"{file.name}.{ending}"), f"{text}\n")
 
 

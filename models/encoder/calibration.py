@@ -122,7 +122,7 @@ def answering_table(name: str, rows: list[dict[str, Any]]) -> ReportTable:
     """What `Calibration.answering` found of the model of this name, for people."""
     head = ["with", "from probability", "answered", "not answered", "right of these"]
     note = "With predict and serve: --precision is found on validation, --threshold a probability."
-    lines = rendered(Path(__file__).with_name("answering.jinja"), rows=rows).splitlines()
+    lines = rendered(__file__, "answering", rows=rows).splitlines()
     return ReportTable(f"Answers of {name} that are sure enough", note, head, [x.split("|") for x in lines])
 
 

@@ -31,8 +31,6 @@ TOKENS_AT_A_TIME = 8192
 COLUMNS = ("text_column", "pair_column")
 """Names in config.json's `isobatch` of what was read in training; null for the usual names."""
 TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "config.json"
-UNSHOWN = Path(__file__).with_name("unshown.jinja")
-"""What is said of a precision that validation cannot show."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +89,7 @@ class TextClassifier:
             why = old if self.problem.has_confidence else f"{other}: leave it out"
             raise UserError(f"--precision {precision:g}: the model has no confidences of validation: {why}")
         if (threshold := known.threshold(precision)) is None:
-            raise UserError(rendered(UNSHOWN, precision=precision, known=known, doubt=DOUBT))
+            raise UserError(rendered(__file__, "unshown", precision=precision, known=known, doubt=DOUBT))
         place = int((known.confidence >= threshold).sum()) - 1
         answered, wrong = (int(of[place]) for of in (known.answered, known.wrong))
         low, high = wilson_interval(answered - wrong, answered)

@@ -19,7 +19,6 @@ from isobatch.models.encoder.problems import NOISE, SIGNIFICANT, Problem
 from isobatch.models.protocols import Batches, ReportRow, ReportTable, TaskReport
 
 RUNTIMES = {"torch": "torch", "onnx": "onnxruntime"}
-AHEAD, AGAINST, CELLS = (Path(__file__).with_name(f"{n}.jinja") for n in ("ahead", "against", "cells"))
 
 
 class ClassifierReport(TaskReport):
@@ -91,14 +90,14 @@ def compare(rows: list[ReportRow], in_child: Callable[..., Any]) -> list[ReportR
 def cells(row: ReportRow) -> dict[str, str]:
     """A model as text, by the heads of the table of all models."""
     shown = {"runtimes": RUNTIMES, "size": format_bytes, "p_value": format_p_value}
-    lines = rendered(CELLS, row=row, problem=_problem(row), **shown).splitlines()
+    lines = rendered(__file__, "cells", row=row, problem=_problem(row), **shown).splitlines()
     return dict(line.split(": ", 1) for line in lines)
 
 
 def caption(row: ReportRow, machine: str) -> str:
     """What the figures of the table are figures of."""
-    template, known = Path(__file__).with_name("caption.jinja"), {"machine": machine, "least": SIGNIFICANT}
-    return rendered(template, row=row, problem=_problem(row), **known).replace("\n", " ")
+    known = {"machine": machine, "least": SIGNIFICANT}
+    return rendered(__file__, "caption", row=row, problem=_problem(row), **known).replace("\n", " ")
 
 
 def verdicts(rows: list[ReportRow]) -> list[str]:
@@ -111,7 +110,7 @@ def verdicts(rows: list[ReportRow]) -> list[str]:
     for row in last.values():  # speed is against the first in the same runtime
         both = {"row": row, "first": rows[0], "alike": baselines[row["runtime"]]}
         problem, same_figure = _problem(row), _problem(rows[0]).headline == _problem(row).headline
-        found.append(rendered(AGAINST, problem=problem, same_figure=same_figure, **both, **shown))
+        found.append(rendered(__file__, "against", problem=problem, same_figure=same_figure, **both, **shown))
     return found
 
 
@@ -137,7 +136,7 @@ def _who_is_ahead(rows: list[ReportRow]) -> str:
     best = max(alike, key=lambda row: row[name])
     rival = max(best["baselines"], key=lambda one: one["score"])
     shown = {"uncompared": simple.UNCOMPARED, "noise": NOISE, "points": _points}
-    return rendered(AHEAD, best=best, rival=rival, problem=_problem(best), **shown)
+    return rendered(__file__, "ahead", best=best, rival=rival, problem=_problem(best), **shown)
 
 
 def _points(one: dict[str, Any]) -> str:

@@ -231,9 +231,9 @@ def _hand_in(
     if options.json:
         print(atomic_files.json_text({"job": number, "script": text, "path": str(path), "runs": folders}))
         return
-    said, trained = Path(__file__).with_name("handed_in.jinja"), ", ".join(folders)
+    trained = ", ".join(folders)
     print(number or (path if options.make else text.rstrip("\n")))
-    print_lines(rendered(said, trained=trained, number=number, path=path, options=options))
+    print_lines(rendered(__file__, "handed_in", trained=trained, number=number, path=path, options=options))
 
 
 def _script(
