@@ -96,7 +96,7 @@ def trained_before(run: RunFolder, facts: Facts, flags: Collection[str]) -> str:
         raise UserError(f"--from {run.folder}: has another tokenizer: add --tokenizer {run.final}")
     train, here = Path(before.folder) / "train", Path(facts.folder)
     again = {split: in_train(here / split, train, facts) for split in facts.samples if split != "train"}
-    return rendered(Path(__file__).with_name("trained_before.jinja"), run=run, again=again, flags=flags)
+    return rendered(__file__, "trained_before", run=run, again=again, flags=flags)
 
 
 def prepare_facts(request: Request) -> Facts:
