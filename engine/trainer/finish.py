@@ -6,7 +6,6 @@ import contextlib
 import math
 import re
 import shutil
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
     from isobatch.engine.train.build import Builder
     from isobatch.engine.train.state import Training
     from isobatch.engine.trainer.train_run import RunOnRank
-
-HARDLY_MOVED = Path(__file__).with_name("hardly_moved.jinja")
 
 
 def stop(run: RunOnRank, state: Training) -> None:
@@ -101,7 +98,8 @@ def finish(run: RunOnRank, builder: Builder, evaluation: Evaluate, guard: DataGu
         run.folder.unfinished.replace(run.folder.final)
         run.peak.observe()
         before = summaries.before_training(next(atomic_files.rows_in(run.folder.metrics), {}))
-        if moved := rendered(HARDLY_MOVED, before=before, after=held_out.get("valid", {}), run=run.folder):
+        shown = {"before": before, "after": held_out.get("valid", {}), "run": run.folder}
+        if moved := rendered(__file__, "hardly_moved", **shown):
             run.say(moved)
         summary |= {"before": before, "peak_memory_bytes": run.peak.bytes}
         summary |= summaries.metrics_fields(held_out)

@@ -14,7 +14,7 @@ from isobatch.core.errors import UserError
 from isobatch.core.terminal import rendered
 from isobatch.engine.registry import complete, workload
 from isobatch.engine.runs.summary import first_held_out, metrics_fields
-from isobatch.engine.trainer.finish import HARDLY_MOVED
+from isobatch.engine.trainer import finish
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -128,4 +128,4 @@ def test_a_loss_that_training_hardly_moved_is_named(before: Any, after: Any, sai
     run = SimpleNamespace(folder="runs/a", recipe=SimpleNamespace(lr=5e-5))
     way = "a higher rate may learn more: `isobatch auto --like runs/a --lr 0.0002`"
     wanted = f"the loss of valid hardly moved, {said}: {way}" if said else ""
-    assert rendered(HARDLY_MOVED, before=before, after=after, run=run) == wanted
+    assert rendered(finish.__file__, "hardly_moved", before=before, after=after, run=run) == wanted
