@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
     from torch import Tensor
 
@@ -23,7 +25,7 @@ def to_tensors(arrays: dict[str, np.ndarray], pin: bool) -> dict[str, Tensor]:
     return {name: t.pin_memory() for name, t in tensors.items()} if pin else tensors
 
 
-def to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+def to_device(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """Copy a batch to the device; integers become int64 there, so that fewer bytes are copied."""
     import torch
 

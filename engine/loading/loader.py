@@ -15,14 +15,13 @@ import numpy as np
 
 from isobatch.core.errors import IsobatchError
 from isobatch.core.measures import now
+from isobatch.core.plan import Plan
+from isobatch.data.base import Source
 from isobatch.engine.loading.device_copies import to_tensors
 from isobatch.engine.loading.microbatching import MicroBatch, MicroBatchBudget, cut_batch
 
 if TYPE_CHECKING:
     from torch import Tensor  # noqa: TC004  heavy, and no class here has flags
-
-    from isobatch.core.plan import Plan
-    from isobatch.data.base import Source
 
 LOADER_THREAD = "feed"
 """Name of the thread that fetches where there are no loader processes."""
@@ -74,27 +73,24 @@ _Cut = tuple[int, list[MicroBatch], float, float]
 """The fields of StepWork that follow from the lengths alone."""
 
 
+@dataclass(eq=False)
 class BatchLoader:
-    """Loads one rank's micro-batches from `source` in the order of `order`.
+    """Loads one rank's micro-batches from `source` in the order of `order`."""
 
-    `cohort`: samples that stay together. `equal_counts`: add dummies, so that all ranks have equally many.
-    `left_out`: steps, from 1, that are not loaded.
-    """
+    source: Source
+    order: Order
+    plan: Plan
+    rank: int
+    cohort: int = 1
+    """Samples that stay together."""
+    equal_counts: bool = False
+    """Whether dummies are added, so that all ranks have equally many."""
+    left_out: Collection[int] = ()
+    """Steps, from 1, that are not loaded."""
 
-    def __init__(
-        self,
-        source: Source,
-        order: Order,
-        plan: Plan,
-        rank: int,
-        cohort: int = 1,
-        equal_counts: bool = False,
-        left_out: Collection[int] = (),
-    ) -> None:
-        self.source, self.order, self.plan, self.rank, self.cohort = source, order, plan, rank, cohort
-        self.equal_counts, self.left_out = equal_counts, left_out
-        packed = plan.pack and plan.device == "cuda"  # without padding, where the kernel needs none
-        self.budget = dataclasses.replace(micro_batch_budget(plan), packed=packed)
+    def __post_init__(self) -> None:
+        packed = self.plan.pack and self.plan.device == "cuda"  # no padding, where the kernel needs none
+        self.budget = dataclasses.replace(micro_batch_budget(self.plan), packed=packed)
         self._last_cut: tuple[np.ndarray, _Cut] | None = None
         """Lengths and cut of the batch that was cut last: one of equal lengths is cut alike, which is most of
         a small step's planning. One tuple, because two threads plan."""

@@ -177,7 +177,8 @@ class Strategy(ABC):
         other ranks hold the same.
         """
         rank, size, copies = self.world.rank, self.world.size, self.plan.mesh[0]
-        number, holders = (rank * copies // size, copies) if self._sharded else (rank, size)
+        shards = traits_of(self.plan.strategy).shards_weights
+        number, holders = (rank * copies // size, copies) if shards else (rank, size)
         flat = values.detach().reshape(-1)
         first, stop = (flat.numel() * n // holders for n in (number, number + 1))
         return [TensorPiece(key, start + first, flat[first:stop])] if first < stop else []
@@ -202,16 +203,12 @@ class Strategy(ABC):
         """The elements of a saved tensor that this rank holds of a parameter, on its device."""
         if (shape := saved.entries[key].shape) != part.shape:
             raise TrainingError(f"the checkpoint's {key} has shape {shape}, and this model's {part.shape}")
-        if self._sharded:
+        if traits_of(self.plan.strategy).shards_weights:
             stop = part.start + part.values.numel()
             found = saved.read_slice(key, part.start, stop).view(part.values.shape)
         else:
             found = SharedReader(saved, self.world).read(key)
         return found.to(part.values.device)
-
-    @property
-    def _sharded(self) -> bool:
-        return traits_of(self.plan.strategy).shards_weights
 
     @abstractmethod
     def restore(self, saved: SavedCheckpoint, loss_scale: dict[str, Any] | None = None) -> None:

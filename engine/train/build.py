@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from isobatch.core.recipe import Recipe
     from isobatch.data.base import Source
     from isobatch.engine.distributed.communicator import Communicator
-    from isobatch.models.base import Teacher
+    from isobatch.models.base import Batch, Teacher
 
 CALIBRATION_BATCH = 32
 """Samples per batch given to a task's `begin_phase`."""
@@ -280,9 +280,7 @@ class Builder:
         portable_state.load_weights(SavedCheckpoint(saved), model)
         return model
 
-    def _first_samples(
-        self, count: int, device: torch.device | None = None
-    ) -> Iterator[dict[str, torch.Tensor]]:
+    def _first_samples(self, count: int, device: torch.device | None = None) -> Iterator[Batch]:
         """The first `count` training samples, in batches of a fixed size that does not depend on the plan."""
         state, source = self.state, self.state.splits["train"]
         steps = range(-(-count // state.recipe.batch_size))

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from isobatch.engine.distributed.communicator import Communicator
     from isobatch.engine.loading.loader import LoadedStep
     from isobatch.engine.train.hooks import Hooks
-    from isobatch.models.base import Loss
+    from isobatch.models.base import Batch, Loss
 
 FIRST = np.zeros(1, np.int64)
 """The place in the batch that a dummy micro-batch says it has."""
@@ -85,9 +85,7 @@ def train_step(state: Training, batch: LoadedStep, hooks: Hooks) -> StepOutput:
     return output
 
 
-def computed(
-    state: Training, batch: LoadedStep
-) -> Iterator[tuple[int, dict[str, Tensor], np.ndarray, float]]:
+def computed(state: Training, batch: LoadedStep) -> Iterator[tuple[int, Batch, np.ndarray, float]]:
     """(number, samples, their places in the batch, weight) of each micro-batch that this rank computes.
 
     A rank that has no samples computes one with weight zero where the strategy's passes are collectives: the

@@ -34,7 +34,7 @@ def stop(run: RunOnRank, state: Training) -> None:
     """Write the summary after a request to stop. Raises StopRequestedError. All ranks call this."""
     signalled = any(run.world.all_gather_objects(run.stop.requested))
     reason = run.stop.reason if signalled else "a hook asked to stop"
-    summary = _summarize(run, state, "stopped", reason, {})
+    summary = _summarize(run, state, "stopped", reason)
     if run.world.is_main:
         run.folder.write_summary(summary)
     raise StopRequestedError(
@@ -73,7 +73,7 @@ def finish(run: RunOnRank, builder: Builder, evaluation: Evaluate, guard: DataGu
     if not held_out:
         run.say("no split is held out: nothing was measured")
     guard.check(state)
-    summary = _summarize(run, state, "done", "", held_out)
+    summary = _summarize(run, state, "done", "")
     world.is_finishing, is_whole = True, False
     with contextlib.suppress(TerminatedError):
         run.stop.interrupts = world.is_main
@@ -119,10 +119,8 @@ def _refuse_nonfinite_weights(state: Training) -> None:
         )
 
 
-def _summarize(
-    run: RunOnRank, state: Training, status: str, reason: str, held_out: dict[str, dict[str, float]]
-) -> dict[str, Any]:
-    """The content of summary.json. All ranks call this."""
+def _summarize(run: RunOnRank, state: Training, status: str, reason: str) -> dict[str, Any]:
+    """The content of summary.json before anything is measured. All ranks call this."""
     run.peak.bytes = max(run.world.all_gather_objects(run.peak.bytes))
     plan, progress, parameters = state.plan, state.progress, list(state.model.parameters())
     seconds = max(1e-9, progress.train_seconds)
@@ -147,7 +145,7 @@ def _summarize(
         "data_wait_fraction": round(progress.waited_seconds / seconds, 4),
         "padding_fraction": round(progress.padding / max(1, progress.steps), 4),
         "predicted_peak_memory_bytes": plan.predicted_peak_memory_bytes,
-        **summaries.metrics_fields(held_out),
+        **summaries.metrics_fields({}),
         "startup_seconds": summaries.startup_seconds(run.first_step_at, run.measured_before),
         "peak_memory_bytes": run.peak.bytes,
         "monitor": capabilities.monitor_of(state.task, state.facts)[0],

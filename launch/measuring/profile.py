@@ -13,7 +13,6 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.number_ranges import Positive
-from isobatch.core.terminal import rendered
 from isobatch.engine.machine.detect import allowed_cpus
 from isobatch.engine.runs.peak_memory import peak_bytes
 from isobatch.launch.local.options import AnswerOptions
@@ -45,7 +44,8 @@ def profile(words: Sequence[str]) -> int:
     Times the parts of some steps, traces one, says what is worth a trial, and writes the trace (trace.json,
     for Perfetto or chrome://tracing) and profile.json to OUT/profiles/.
     """
-    return answer_in_world(words, "profile", "profiles", ProfileOptions, measure, profile_lines)
+    targets = {"use": DEVICE_USE, "memory": MEMORY}
+    return answer_in_world(words, "profile", "profiles", ProfileOptions, measure, targets=targets)
 
 
 def measure(base: Variant, world: Communicator, options: ProfileOptions, folder: Path) -> Findings:
@@ -122,9 +122,3 @@ def worth_a_trial(found: Findings, plan: Mapping[str, Any]) -> list[dict[str, An
         ("activation checkpointing", recomputes, recomputed),
     )
     return [{"measure": measure, "text": text} for measure, applies, text in rows if applies]
-
-
-def profile_lines(found: Findings) -> list[str]:
-    """The findings for a person."""
-    targets = {"use": DEVICE_USE, "memory": MEMORY}
-    return rendered(__file__, "profile", **found, targets=targets).splitlines()

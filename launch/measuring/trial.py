@@ -31,7 +31,7 @@ from isobatch.core.flags import flags_of
 from isobatch.core.measures import now
 from isobatch.core.package import ROOT
 from isobatch.core.plan import Plan
-from isobatch.core.terminal import print_answer, print_lines
+from isobatch.core.terminal import print_answer, print_lines, rendered
 from isobatch.engine.distributed.communicator import Communicator
 from isobatch.engine.loading.prepare import prepare
 from isobatch.engine.machine.detect import detect, rank_and_world_size
@@ -90,9 +90,10 @@ def answer_in_world(
     kind: str,
     options_class: type,
     measure: Callable[[Variant, Communicator, Any, Path], dict[str, Any]],
-    lines: Callable[[dict[str, Any]], list[str]],
+    **shown: Any,
 ) -> int:
-    """Print what `measure(base, world, options, folder)` finds, as JSON or as `lines`, on rank 0.
+    """Print what `measure(base, world, options, folder)` finds, on rank 0: as JSON, or as COMMAND.jinja says
+    it with what is `shown` beside.
 
     Measures in this process, in the world that a launcher formed, or else in the plan's processes, which run
     the same words. `folder`: OUT/`kind`/NAME, which keeps the answer as COMMAND.json. Raises UserError.
@@ -118,7 +119,7 @@ def answer_in_world(
         if world.is_main:
             atomic_files.write_json(folder / f"{command}.json", found)
     if world.is_main:
-        print_answer(found, "\n".join(lines(found)), as_json=options.json)
+        print_answer(found, rendered(__file__, command, **found, **shown), as_json=options.json)
     if world_size > 1:
         sys.stdout.flush()
         world.close()

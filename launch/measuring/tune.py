@@ -12,7 +12,6 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,12 +20,14 @@ from isobatch.core.flags import spelling, value_text
 from isobatch.core.measures import now
 from isobatch.core.number_ranges import AboveZero
 from isobatch.core.plan import INVARIANCES
-from isobatch.core.terminal import print_lines, rendered
+from isobatch.core.terminal import print_lines
 from isobatch.engine.runs.classify_errors import classify
 from isobatch.launch.local.options import AnswerOptions
 from isobatch.launch.measuring.trial import TrialSession, Variant, answer_in_world, trial
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from isobatch.engine.distributed.communicator import Communicator
 
 RESERVED_SECONDS = 2.0
@@ -178,7 +179,7 @@ def tune(words: Sequence[str]) -> int:
     Tries batch, micro-batch, precision, compile, loading, packing and so on, each beside the recipe as it is,
     in rounds that alternate, then what helps together. Writes tune.json to OUT/tuned/.
     """
-    return answer_in_world(words, "tune", "tuned", TuneOptions, measure, table_lines)
+    return answer_in_world(words, "tune", "tuned", TuneOptions, measure)
 
 
 def measure(base: Variant, world: Communicator, options: TuneOptions, _: Path) -> dict[str, Any]:
@@ -265,8 +266,3 @@ def compatible(tried: Iterable[PairedRounds]) -> list[PairedRounds]:
         if not taken & {*one.setting.fields, one.setting.measure}:
             found.append(one)
     return found
-
-
-def table_lines(found: dict[str, Any]) -> list[str]:
-    """The findings for a person."""
-    return rendered(__file__, "tune", **found).splitlines()

@@ -14,6 +14,7 @@ import pytest
 from isobatch.core.facts import Facts
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import Recipe
+from isobatch.core.terminal import rendered
 from isobatch.engine.machine.hardware import parse_hardware
 from isobatch.engine.planning.estimate import Target
 from isobatch.engine.planning.planner import make_plan
@@ -149,7 +150,8 @@ def test_only_plan_choices_that_learn_as_exactly_are_to_be_typed(
     assert found["keep"]["flags"] == "--prefetch 8"
     assert found["keep"]["ratio"] == pytest.approx(1.3)
     assert any("--batch-size" in flags for flags in found["other"])
-    assert any(line.startswith("type: --prefetch 8") for line in tune.table_lines(found))
+    text = rendered(tune.__file__, "tune", **found)
+    assert "\ntype: --prefetch 8" in text
 
 
 def test_tune_on_a_task(say: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
