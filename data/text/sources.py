@@ -163,6 +163,8 @@ class Mixture:
 
     def __init__(self, sets: Sequence[TextSet]) -> None:
         self.sets = sets
+        self.chats = [s for s in sets if isinstance(s, Conversations)]
+        """The sets that have answers."""
         self.splits = [split for split in readers.SPLIT_NAMES if any(split in s.splits for s in sets)]
         self.samples: list[dict[str, int]] = [{} for _ in sets]
         self.sizes: list[dict[str, dict[str, int]]] = [{} for _ in sets]
@@ -200,17 +202,11 @@ class Mixture:
             SET_COLUMN: found[SET_COLUMN],
         }, dict(total)
 
-    @property
-    def _conversation_sets(self) -> list[Conversations]:
-        """The sets that have answers."""
-        return [s for s in self.sets if isinstance(s, Conversations)]
-
     def facts(self) -> dict[str, Any]:
         """What Facts should know: the template that all share, prompts of all sets, and each set's own."""
-        chats = self._conversation_sets
         shared = ("eos", "template", "response_only")
-        common = {name: chats[0].facts()[name] for name in shared} if chats else {}
-        groups = itertools.zip_longest(*(s.prompts for s in chats))
+        common = {name: self.chats[0].facts()[name] for name in shared} if self.chats else {}
+        groups = itertools.zip_longest(*(s.prompts for s in self.chats))
         prompts = [prompt for group in groups for prompt in group if prompt is not None][:SHOWN_PROMPTS]
         sets = []
         for one, samples, sizes in zip(self.sets, self.samples, self.sizes, strict=True):
@@ -225,7 +221,7 @@ class Mixture:
 
     def prompt(self) -> str:
         """A prompt to try the model with: of a conversation if there is any, else words of plain text."""
-        return next((found for s in (*self._conversation_sets, *self.sets) if (found := s.prompt())), "")
+        return next((found for s in (*self.chats, *self.sets) if (found := s.prompt())), "")
 
 
 def _all_but_first(rows: Ragged) -> np.ndarray:

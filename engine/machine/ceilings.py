@@ -11,11 +11,11 @@ import dataclasses
 import hashlib
 import json
 import platform
-import timeit
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from timeit import timeit
 
 from isobatch.core import atomic_files
 from isobatch.core.terminal import doing
@@ -122,16 +122,12 @@ def measure(hardware: Hardware) -> Ceilings:
 
 def _fastest(kernels: dict[str, Callable[[], object]]) -> dict[str, float]:
     """Seconds of each kernel: the best of several rounds over all, as other load comes and goes."""
-
-    def once(kernel: Callable[[], object], repeats: int = 1) -> float:
-        return timeit.timeit(kernel, number=repeats) / repeats
-
     repeats = {}
     for name, kernel in kernels.items():
         kernel()
-        repeats[name] = max(1, round(TRIAL_SECONDS / max(once(kernel), 1e-7)))
-    rounds = [{n: once(kernel, repeats[n]) for n, kernel in kernels.items()} for _ in range(ROUNDS)]
-    return {name: min(one[name] for one in rounds) for name in kernels}
+        repeats[name] = max(1, round(TRIAL_SECONDS / max(timeit(kernel, number=1), 1e-7)))
+    rounds = [{n: timeit(kernel, number=repeats[n]) for n, kernel in kernels.items()} for _ in range(ROUNDS)]
+    return {name: min(one[name] for one in rounds) / repeats[name] for name in kernels}
 
 
 def _kernels() -> dict[str, Callable[[], object]]:

@@ -421,14 +421,12 @@ class Recommender(Task):
         self, kind: str, final: Path, folder: Path, facts: Facts, batches: Callable[..., Iterable[Batch]]
     ) -> Mapping[str, Any]:
         """onnx: a model of sequences, beside the names of its items. See `models/protocols.py::Exports`."""
+        from isobatch.models.recommendation import exports
+
         if kind != "onnx":
-            from isobatch.models.recommendation.exports import export_vectors
-
-            return export_vectors(final, folder, ALS if kind.endswith(ALS) else MODEL)
-        from isobatch.models.recommendation.exports import export_onnx
-
+            return exports.export_vectors(final, folder, ALS if kind.endswith(ALS) else MODEL)
         shutil.copy(final / recommendations.NAMES_FILE, folder)
-        return export_onnx(final, folder, self.build_model(facts), batches)
+        return exports.export_onnx(final, folder, self.build_model(facts), batches)
 
     def describe_model(self, final: Path, facts: Facts) -> ModelDescription:
         return ModelDescription(
