@@ -284,8 +284,8 @@ def values_of(flag: Flag, text: str) -> list[str]:
 
 
 def _numbers(flag: Flag, part: str) -> list[str]:
-    """0-2 as 0, 1, 2 for whole numbers; anything else as it is."""
-    match = re.fullmatch(r"(\d+)-(\d+)", part)
+    """0-2, of seeds 0..2 too, as 0, 1, 2 for whole numbers; anything else as it is."""
+    match = re.fullmatch(r"(\d+)(?:-|\.\.)(\d+)" if flag.name == "seed" else r"(\d+)-(\d+)", part)
     if match is None or type(_value(flag, match[1])) is not int:
         return [part]
     low, high = int(match[1]), int(match[2])

@@ -4,6 +4,7 @@ from elsewhere, as Markdown and as JSON.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import io
 import itertools
@@ -66,13 +67,16 @@ def report(words: Sequence[str]) -> int:
     found = {one: sweeps.read(one, options.metric) for one in folders if (one / SWEEP).is_file()}
     if options.metric and not found:
         raise UserError(f"--metric {options.metric}: is for a sweep, as in: report runs/sweep-NAME")
+    by = f"-{options.metric}" if options.metric else ""
     opened = partial(open_run, trust=True) if options.trust else RunFolder.open
     to = Path(options.to).expanduser() if options.to else None
     if options.png:
         for one in folders:
-            into, swept = to / one.name if to and folders[1:] else to, found.get(one)
-            into = into or (one if swept else one / "plots")
-            drawn = sweeps.draw(swept, one, into) if swept else records.write_plots(opened(one), into)
+            if one in found:
+                drawn = sweeps.draw(found[one], one, (to or one) / f"{one.name if to else 'sweep'}{by}")
+            else:
+                into = (to / one.name if folders[1:] else to) if to else one / "plots"
+                drawn = records.write_plots(opened(one), into)
             print(*map(printable, drawn), sep="\n")
         return DONE
     need("matplotlib", "report")  # said before minutes of measuring
@@ -83,8 +87,8 @@ def report(words: Sequence[str]) -> int:
     above = [part for one in found for part in _parts_of_sweep(one, found[one])]
     contents = write_report(collect(runs, above, options.again), folder)
     for one in found:
-        sweeps.write_tables(found[one], folder / one.name)
-    tables = (f"\ntables of the sweep: {folder / one.name}.tex, .md and .csv" for one in found)
+        sweeps.write_tables(found[one], folder / f"{one.name}{by}")
+    tables = (f"\ntables of the sweep: {folder / one.name}{by}.tex, .md and .csv" for one in found)
     return print_answer(contents.to_dict(), text_of(contents, folder) + "".join(tables), options.json)
 
 
@@ -168,6 +172,7 @@ def _measure(
             continue
         rows = report.measure(run.final, run.folder / "exports", run.facts, batches, call_in_child)
         where: ReportRow = {"run": printable(run.folder.name), "task": printable(run.recipe.task)}
+        where |= {"setting": dataclasses.replace(run.recipe, seed=0).hash()}
         where |= {"split": split, "train_seconds": (run.summary() or {}).get("train_seconds")}
         each = zip(rows, some, known, strict=True)
         models += [{**where, **row, "digest": digests[file.name]} for row, file, digests in each]

@@ -13,6 +13,7 @@ import numpy as np
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
+from isobatch.core.flags import nearest_hint
 from isobatch.core.terminal import rendered
 from isobatch.engine.runs.run_folder import SWEEP, RunFolder
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
@@ -24,6 +25,7 @@ TEST, VALID = HELD_OUT_SPLITS
 LOOKS = (("0.7", "x", "stopped or failed"), ("C0", "o", "whole run"), ("C3", "o", "best"))
 """Colour, marker and name of settings in a picture; up to MOST_NAMED have a colour and a name each."""
 MOST_NAMED = 10
+NO_TEST = "has no test split: --data FOLDER with a test.csv in it has one, `evaluate RUN --test FILE` another"
 
 
 def read(folder: Path, metric: str | None = None) -> dict[str, Any]:
@@ -40,7 +42,9 @@ def read(folder: Path, metric: str | None = None) -> dict[str, Any]:
         found["rows"] = [{**row, **of_it} for row, of_it in zip(found["rows"], figures, strict=True)]
     known = dict.fromkeys(name for row in found["rows"] for name in row["metrics"])
     if metric and name not in known:
-        raise UserError(f"--metric {metric}: {folder} has {', '.join(known) or 'no figures of that split'}")
+        names = [f"{metric.removesuffix(name)}{one}" for one in known]
+        has = f"has {', '.join(names)}{nearest_hint(metric, names)}" if names else NO_TEST
+        raise UserError(f"--metric {metric}: {folder} {has}")
     return {**found, "metric": name}
 
 
@@ -112,9 +116,9 @@ def write_tables(found: Mapping[str, Any], file: Path) -> None:
         atomic_files.write_text(file.with_name(f"{file.name}.{ending}"), f"{text}\n")
 
 
-def draw(found: Mapping[str, Any], folder: Path, to: Path) -> list[Path]:
-    """Draw the sweep that lies in `folder` as sweep.png and sweep.svg into another; returns both."""
-    return [save(drawing(found, folder), to / f"sweep.{ending}") for ending in ("png", "svg")]
+def draw(found: Mapping[str, Any], folder: Path, file: Path) -> list[Path]:
+    """Draw the sweep that lies in `folder` as FILE.png and FILE.svg; returns both."""
+    return [save(drawing(found, folder), Path(f"{file}.{ending}")) for ending in ("png", "svg")]
 
 
 def drawing(found: Mapping[str, Any], folder: Path) -> Drawing:

@@ -160,7 +160,7 @@ def _store(runs: Sequence[Trained], rungs: Sequence[dict[str, Any]], folder: Pat
     atomic_files.write_json(folder / SWEEP, found)
     sweeps.write_tables(found, folder / "sweep")
     if has("matplotlib"):
-        sweeps.draw(found, folder, folder)
+        sweeps.draw(found, folder, folder / "sweep")
     else:
         print_lines("no sweep.png, which needs matplotlib: pip install 'isobatch[plots]'")
     return found

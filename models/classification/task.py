@@ -289,6 +289,14 @@ class Classifier(Task):
     def final_metrics(self, model: nn.Module, final: Path, facts: Facts, batches: Batches) -> dict[str, Any]:
         return self.settle(evaluation.torch_runner(model), final, facts, batches)
 
+    def final_remark(self, metrics: Mapping[str, Any]) -> str:
+        """That one class is all that it answers, where labels are several."""
+        columns = zip(*metrics.get("confusion", ()), strict=True)
+        answered = [n for n, column in zip(metrics.get("classes", ()), columns, strict=True) if any(column)]
+        way = "try more --epochs, another --lr, or --class-weights balanced where classes differ in size"
+        alone = len(answered) == 1 and metrics["accuracy"] < 1
+        return f"every answer is {answered[0]}, so it has learnt nothing yet: {way}" if alone else ""
+
     def settle(self, run: evaluation.Runner, final: Path, facts: Facts, batches: Batches) -> dict[str, Any]:
         """Keep in `final` what the validation split says of how to answer; metrics of the test split."""
         seen = drift.training_pieces(Path(facts.folder), facts.extra["vocabulary"], facts.extra.get("unk"))

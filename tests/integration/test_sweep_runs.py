@@ -55,7 +55,7 @@ def test_a_halved_run_that_goes_on_ends_as_if_it_had_been_trained_at_once(tmp_pa
     assert page.count("<svg") == 2, "the sweep's, and that of the best setting's runs"
     assert (tmp_path / "runs" / "sweep-s" / "report" / "sweep-s.tex").is_file()
     drawn = command(warm_command("report", "--png", "runs/sweep-s", "--to", "figures"), tmp_path)
-    assert drawn.stdout.split() == ["figures/sweep.png", "figures/sweep.svg"], drawn.stderr
+    assert drawn.stdout.split() == ["figures/sweep-s.png", "figures/sweep-s.svg"], drawn.stderr
     resumed = command(warm_command("resume", str(tmp_path / "runs" / "s-lr0.0001"), "--json"), tmp_path)
     assert json.loads(resumed.stdout)["status"] == "done", "its stop is forgotten"
 

@@ -177,6 +177,14 @@ def test_the_best_metric_may_be_another() -> None:
         make(best_metric="f1", patience=2).model_size(facts(("a", "b", "c")))
 
 
+def test_a_model_that_answers_one_class_alone_is_told_so() -> None:
+    known = {"classes": ["neg", "pos"], "accuracy": 0.5}
+    assert "every answer is pos, so" in make().final_remark({**known, "confusion": [[0, 3], [0, 3]]})
+    assert make().final_remark({**known, "confusion": [[1, 2], [0, 3]]}) == ""
+    assert make().final_remark({**known, "confusion": [[0, 0], [0, 3]], "accuracy": 1.0}) == ""
+    assert make().final_remark({"accuracy": 0.5}) == ""
+
+
 @pytest.mark.parametrize(
     ("kind", "why"),
     [("electra", ""), ("modernbert", ""), ("qwen2", ""), ("canine", "no ONNX"), ("whisper", "no classifier")],

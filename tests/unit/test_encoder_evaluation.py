@@ -24,6 +24,7 @@ def row(right: int, of: int, *ms: float, run: str = "a", runtime: str = "torch")
     rounds = list(ms) * (9 if len(ms) == 1 else 1)
     return {
         "run": run,
+        "setting": run,
         "runtime": runtime,
         "problem": "classes",
         "class_names": ["bad", "good"],
@@ -69,6 +70,14 @@ def test_models_of_other_samples_are_not_compared() -> None:
     _, other = compared([row(90, 100, 10), row(45, 50, 10)])
     assert other["mcnemar_p"] is None
     assert "not comparable" in other["accuracy_verdict"]
+
+
+def test_seeds_of_one_setting_are_not_tested_against_each_other() -> None:
+    rows = [worth("s0", 70, 10), worth("s1", 95, 10), worth("other", 95, 10)]
+    rows = compared([rows[0], rows[1] | {"setting": "s0"}, rows[2]])
+    found = [(one["accuracy_verdict"], one["mcnemar_p"] is None) for one in rows[1:]]
+    assert found == [("another seed", True), ("better", False)]
+    assert [line.partition(",")[0] for line in verdicts(rows)[1:]] == ["other"]
 
 
 def beside(name: str, score: float, verdict: str, value: float, p: float) -> dict[str, Any]:

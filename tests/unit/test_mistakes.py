@@ -36,6 +36,7 @@ MISTAKES = [
     (f"auto {REC} --text of", "did you mean off?"),
     (f"auto {CLF} --text x", "a text stands alone, as in `predict RUN"),
     (f"auto {CLF} --file x.csv", "give it as --data FILE to `auto`"),
+    (f"auto {CLF} --data rows.csv --seeds 0-2", "--seeds 0-2: name them: --seed 0-2 is three"),
     # The machine
     (f"auto {LM} --deepspeed ds.json", "use --strategy zero1, zero2 or zero3"),
     (f"auto {LM} --memory-limit lots", "is not a size such as 10GB"),

@@ -36,6 +36,7 @@ LINE = f"{Path(__file__).parents[1]}/tasks/failing.py:Line"
         ("lr", "1e-3,1e-3", ["1e-3"]),
         ("seed", "5,0-2,1", ["5", "0", "1", "2"]),
         ("seed", "2-0", ["2-0"]),
+        ("seed", "0..2", ["0", "1", "2"]),
         ("seed", f"0-{10**30}", [f"0-{10**30}"]),
         ("warmup", "10%,20%", ["10%", "20%"]),
         ("group_by_length", "on,off", ["on", "off"]),
@@ -140,7 +141,7 @@ def test_seeds_are_a_mean() -> None:
     assert row["metrics"]["loss"] == pytest.approx(0.4)
     assert row["deviations"]["loss"] == pytest.approx(0.1 * 2**0.5)
     assert cells_of(both)[1] == ["0.40", "0.14", "2", "1-0"], "one setting is the best of nothing"
-    assert legend(both)[-1] == "deviation: the standard deviation of n seeds around their mean"
+    assert legend(both)[-1] == "deviation: the sample standard deviation (n - 1) of n seeds around their mean"
 
 
 @pytest.mark.parametrize(
@@ -189,8 +190,12 @@ def test_the_test_split_compares_all_settings_where_it_is_asked_for_and_chooses_
     ]
     assert legend(shown)[0] == "best: by valid loss (lower is better)"
     assert not any("of the best alone" in line for line in legend(shown))
-    with pytest.raises(UserError, match=r"--metric test_f1: .* has loss$"):
-        read(tmp_path / "sweep-s", "test_f1")
+    with pytest.raises(UserError, match=r"--metric test_los: .* has test_loss \(did you mean test_loss\?\)$"):
+        read(tmp_path / "sweep-s", "test_los")
+    for run in runs:
+        RunFolder(tmp_path / str(run.run and run.run.folder)).write_summary({"status": "done"})
+    with pytest.raises(UserError, match=r"--metric test_loss: .* has no test split: --data FOLDER with"):
+        read(tmp_path / "sweep-s", "test_loss")
 
 
 @pytest.mark.parametrize(
