@@ -11,6 +11,7 @@ to its parent.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -77,12 +78,17 @@ def on_screen(text: str, stream: TextIO | None = None) -> str:
 
 def rendered(module: str, name: str, /, **shown: Any) -> str:
     """The text that NAME.jinja, beside the module of this file, makes of what is shown: values, functions."""
+    is_page, template = name.endswith(".html"), Path(module).with_name(f"{name}.jinja")
+    page = compiled(template, autoescape=is_page, trim_blocks=not is_page)
+    return printable(page.render(**shown)).rstrip("\n")
+
+
+@functools.lru_cache
+def compiled(template: Path, **how: Any) -> Any:
+    """A template as code, which takes longer to make than to fill in."""
     from jinja2 import Environment, StrictUndefined
 
-    is_page, template = name.endswith(".html"), Path(module).with_name(f"{name}.jinja")
-    environment = Environment(autoescape=is_page, trim_blocks=not is_page, undefined=StrictUndefined)
-    source = environment.from_string(template.read_text(encoding="utf-8"))
-    return printable(source.render(**shown)).rstrip("\n")
+    return Environment(undefined=StrictUndefined, **how).from_string(template.read_text(encoding="utf-8"))
 
 
 def table(rows: Sequence[Sequence[str]], width: int = 0) -> str:

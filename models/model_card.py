@@ -20,7 +20,6 @@ from isobatch.core.terminal import rendered
 from isobatch.models import hub
 
 FILE = hub.CARD_FILE
-TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 WITH_THESE_WEIGHTS = "with the weights in this folder"
 
 
@@ -74,7 +73,7 @@ def render(
     sizes = ", ".join(f"{count:,} in {split}" for split, count in facts.samples.items())
     said = {"samples": sizes.replace(" in ", " samples in ", 1), "data": _short_name(recipe.data)}
     said["measured_on"] = " and ".join(f"all {facts.samples[split]:,} samples of {split}" for split in splits)
-    return _card(model, recipe, here, facts=facts, measured=measured, rows=rows, **said)
+    return _card(model, recipe, here, of_final="", facts=facts, measured=measured, rows=rows, **said)
 
 
 def render_export(model: ModelDescription, recipe: Recipe, of_final: str, measured_on: str) -> str:
@@ -88,7 +87,6 @@ def render_export(model: ModelDescription, recipe: Recipe, of_final: str, measur
 
 def _card(model: ModelDescription, recipe: Recipe, here: Recipe | None = None, **values: Any) -> str:
     import yaml
-    from jinja2 import Environment
 
     name, here, fields = recipe.model, here or recipe, dict[str, Any](model.hub_fields)
     # A folder or a hub id; None for a model trained from scratch.
@@ -98,11 +96,9 @@ def _card(model: ModelDescription, recipe: Recipe, here: Recipe | None = None, *
     fields |= {"license": licence} if licence else {}
     fields |= {"datasets": [recipe.data]} if hub.is_id(recipe.data) and not Path(here.data).exists() else {}
     fields |= {"tags": ["isobatch", recipe.task.split("/")[-1]]} if fields else {}
-    template = Environment(trim_blocks=True, lstrip_blocks=True)
-    template.filters["plain"] = _plain
     values |= {"model": model, "recipe": recipe, "licence": licence, "weights": WITH_THESE_WEIGHTS}
     values |= {"base": base and _short_name(base), "fields": yaml.safe_dump(fields) if fields else ""}
-    text = template.from_string(TEMPLATE.read_text(encoding="utf-8")).render(values)
+    text = rendered(__file__, "model_card.md", plain=_plain, **values)
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 
 

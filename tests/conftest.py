@@ -13,6 +13,8 @@ from pathlib import Path
 # There are more test processes than cores, and a thread that spins while it waits takes a core from another:
 # without this, tests of small models last twice as long. Read by OpenMP when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# NumPy's threads spin, whatever that says: a system of 128 equations takes 5 ms of them, and 0.1 ms of one.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # The same plans on every processor: with a matrix unit the planner would choose bf16.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
 # As a run sets them, which the tests begin in this process.

@@ -1,10 +1,11 @@
-"""Where this clone lies, the line by which a new interpreter imports it, installed or not, and new caches."""
+"""Where this clone lies, a task of it, the line by which a new interpreter imports it, and new caches."""
 
 import os
 import shutil
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+RAGGED = f"{ROOT}/tests/tasks/ragged.py:RaggedLM"
 REGISTER = f"import runpy; runpy.run_path({str(ROOT / 'launch' / '_root.py')!r})\n"
 
 

@@ -1,10 +1,10 @@
 """Commands without the five seconds of imports: a process that has imported all and forks for each of them.
 
 A forked command is a process of its own, with its own folder, environment, output and exit code; what differs
-from a fresh one is only that libraries, and our modules, were imported before it began. The launcher that it
-starts for several processes, and these, are forked as well: `CLIENT` stands in for the interpreter. All forks
-of one process iterate over a set in the same order, as fresh ranks do not: those of odd numbers are forked
-from a process of another hash seed.
+from a fresh one is only that libraries, and our modules, were imported before it began, and that its plan
+rests on typical ceilings, not on measured ones. The launcher that it starts for several processes, and these,
+are forked as well: `CLIENT` stands in for the interpreter. All forks of one process iterate over a set in the
+same order, as fresh ranks do not: those of odd numbers are forked from a process of another hash seed.
 Started as: zygote.py SOCKET
 """
 
@@ -51,7 +51,7 @@ SCRIPTS = (
 )
 """Modules, commands of ours and scripts that are run in a fork."""
 LIBRARIES = (
-    *("fire", "matplotlib.figure", "peft"),
+    *("fire", "matplotlib.figure", "pandas", "peft"),
     *(f"transformers.models.{name}.modeling_{name}" for name in ("bert", "gpt2")),
 )
 FRESH = (":peak_memory", ".onnx")
@@ -290,9 +290,23 @@ def _import_all() -> None:
         for module in pkgutil.walk_packages([str(ROOT / room)], f"isobatch.{room}."):
             if module.name not in NOT_IMPORTED:
                 importlib.import_module(module.name)
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+    from transformers import conversion_mapping
+
+    from isobatch.core.terminal import compiled
+    from isobatch.engine.hooks.checkpoint import installed_packages
+    from isobatch.engine.machine import ceilings
+    from isobatch.engine.planning.calibration import typical_ceilings
     from isobatch.engine.registry import TASKS
     from isobatch.launch.local.arguments import known_flags
 
+    ceilings.measure = lambda hardware: typical_ceilings(hardware.cpus)  # not for seconds in every new cache
+    installed_packages()
+    for page in ("engine/trainer/headline", "models/model_card.md", "launch/local/verify"):
+        compiled(ROOT / f"{page}.jinja", autoescape=False, trim_blocks=True)
+    conversion_mapping.get_checkpoint_conversion_mapping("gpt2")
+    # A launcher names its functions in torch's log: it looks for their frames in all modules, for a second.
+    dynamic_rendezvous.get_method_name = str
     for task in TASKS:  # the words under the fields of its options, which every command reads
         known_flags(task)
 

@@ -101,7 +101,7 @@ def _write(dense: Any, folder: Path, batch: Any) -> dict[str, Path]:
     _trace(half, plain_half)
     for model, file in ((dense, ours), (half, half_file)):
         compute_first_alone(model)  # as a saved one is opened
-        onnx_graph.write_onnx(model, file)
+        onnx_graph.classifier_program(model).save(file)
     for kind, source, file in (
         (int8.DYNAMIC, half_file, dynamic),
         (int8.STATIC, half_file, static),
@@ -112,7 +112,7 @@ def _write(dense: Any, folder: Path, batch: Any) -> dict[str, Path]:
     inputs = {name: torch.from_numpy(value) for name, value in evaluation.model_inputs(batch).items()}
     with torch.no_grad():
         quantization.calibrate(half, (half(**inputs) for _ in range(1)))
-    onnx_graph.write_onnx(half.eval(), four)
+    onnx_graph.classifier_program(half.eval()).save(four)
     return files
 
 

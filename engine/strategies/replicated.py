@@ -117,8 +117,13 @@ class ReplicatedStrategy(Strategy):
     def reduce(self) -> Tensor:
         """Sum the gradients over ranks and divide them by the loss scale; returns their norm (0-d)."""
         if not self.overlapped:
-            if self._embeds_sparsely:
-                self._densify()
+            # Sparse gradients go into dense buffers that are kept: page faults of new memory cost more.
+            for p in self.dense if self._embeds_sparsely else ():
+                if p.grad is not None and p.grad.is_sparse:
+                    if p not in self.tables:
+                        self.tables[p] = torch.empty_like(p)
+                    rows, values = p.grad._indices()[0], p.grad._values()  # noqa: SLF001  as in _sparse_values
+                    p.grad = self.tables[p].zero_().index_add_(0, rows, values)
             everything_used = self.world.size == 1 or self.world.all_reduce_gradients(self.dense)
             for p in self.sparse:
                 if p.grad is not None or self.world.size > 1:
@@ -141,15 +146,6 @@ class ReplicatedStrategy(Strategy):
         """The values of the sparse gradients of the tables in `self.sparse`."""
         # values() and indices() refuse uncoalesced gradients.
         return [p.grad._values() for p in self.sparse if p.grad is not None]  # noqa: SLF001
-
-    def _densify(self) -> None:
-        """Scatter-add sparse gradients into reused dense buffers: page faults of new memory cost more."""
-        for p in self.dense:
-            if p.grad is not None and p.grad.is_sparse:
-                if p not in self.tables:
-                    self.tables[p] = torch.empty_like(p)
-                rows, values = p.grad._indices()[0], p.grad._values()  # noqa: SLF001  as in _sparse_values
-                p.grad = self.tables[p].zero_().index_add_(0, rows, values)
 
     def _overflowed(self, norm: Tensor) -> bool:
         """fp16: whether gradients overflowed. Then they are dropped and the loss scale is halved.

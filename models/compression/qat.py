@@ -110,7 +110,7 @@ class QAT(DistilledClassifier):
         encoders.write_layer_sizes(model, folder)
         metadata = {"bits": str(self.options.bits), "embedding_bits": str(self.options.embedding_bits)}
         save_file(quantized, folder / QUANTIZERS_FILE, metadata=metadata)
-        onnx_graph.write_onnx(open_quantized(folder), folder / self._file_name)
+        onnx_graph.classifier_program(open_quantized(folder)).save(folder / self._file_name)
 
     def _open_trained(self, final: Path) -> Any:
         """With its activations rounded as in training."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import tempfile
@@ -33,6 +34,8 @@ ONNX_FILES = {form: file for form, (file, _) in ONNX_FORMS.items()}
 """Form of a model -> the file in its folder."""
 SIDE_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", CALIBRATION_FILE)
 """Files that an ONNX file needs beside it: the classes' names, the tokenizer, and how to answer."""
+_TRACED: list[Any] = []
+"""The digests of the final/ that was traced last, and its ONNX program."""
 CUSTOM_CODE = ("per_layer_config", "auto_map")
 """Fields of config.json that need modeling_pruned.py."""
 
@@ -173,9 +176,15 @@ def export_dense(model: Any, final: Path, folder: Path) -> None:
 
 
 def export_onnx(model: Any, final: Path, folder: Path) -> Path:
-    """The fp32 graph, and beside it the tokenizer and the classes' names. Returns the ONNX file."""
+    """The fp32 graph, and beside it the tokenizer and the classes' names. Returns the ONNX file.
+
+    The forms of one model that a process writes share the trace of it, which takes seconds.
+    """
     from isobatch.models.encoder import onnx_graph
 
-    onnx_graph.write_onnx(model, file := folder / ONNX_FILES["onnx"])
+    parts = ((final / name).read_bytes() for name in ("model.safetensors", "config.json"))
+    if _TRACED[:1] != [key := [hashlib.sha256(part).digest() for part in parts]]:
+        _TRACED[:] = key, onnx_graph.classifier_program(model)
+    _TRACED[1].save(file := folder / ONNX_FILES["onnx"])
     copy_beside(final, folder)
     return file

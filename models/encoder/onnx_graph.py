@@ -45,20 +45,20 @@ INT4_LEVELS = "int4_levels"
 """Ends the names of buffers that are stored with 4 bits."""
 
 
-def write_onnx(model: Any, file: Path) -> None:
-    """Write a classifier of any family, quantized or not, as an ONNX file.
+def classifier_program(model: Any) -> Any:
+    """The ONNX program of a classifier of any family, quantized or not; `save` writes its file.
 
     Inputs: those that this model's tokenizer makes, all (batch, tokens) int64. Output: logits. Raises
     UserError without onnxscript, and ExportError for a model that cannot be traced.
     """
-    names = saving.model_input_names(model.config.to_dict())
     example = torch.ones(2, 8, dtype=torch.int64)
     example[1, 5:] = 0  # a mask without padding would be left out
     sizes = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
-    inputs = {name: (example.clone(), sizes) for name in names}  # one tensor twice would be one input
+    # Clones: one tensor twice would be one input.
+    inputs = {name: (example.clone(), sizes) for name in saving.model_input_names(model.config.to_dict())}
     program = traced(_written_form(model), inputs, "logits", model.config.model_type)
     _finish(program.model)
-    program.save(file)
+    return program
 
 
 def traced(model: nn.Module, inputs: Mapping[str, tuple[Tensor, Any]], output: str, kind: str) -> Any:
@@ -109,8 +109,7 @@ def _written_form(model: Any) -> Any:
 
     The weights are shared.
     """
-    tensors = (*model.parameters(), *model.buffers())
-    found = copy.deepcopy(model.eval(), {id(tensor): tensor for tensor in tensors})
+    found = copy.deepcopy(model.eval(), {id(one): one for one in (*model.parameters(), *model.buffers())})
     found.config.use_cache = False  # logits alone
     if found.config.model_type in encoders.FAMILIES:
         register_attention(ATTENTION, _attention, _mask)

@@ -22,13 +22,12 @@ from isobatch.core.package import own_command
 from isobatch.engine.runs.ledger import read_ledger
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.predicting.predict import predict
+from isobatch.tests.paths import RAGGED as RAGGED
+from isobatch.tests.paths import ROOT as ROOT
 from isobatch.tests.zygote import Zygote
 
 if TYPE_CHECKING:
     import random
-
-ROOT = Path(__file__).resolve().parents[2]
-RAGGED = f"{ROOT}/tests/tasks/ragged.py:RaggedLM"
 
 
 def launch(

@@ -10,10 +10,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from isobatch.tests.integration.helpers import warm_python
+from isobatch.tests.integration.helpers import RAGGED, ROOT, warm_python
 
-ROOT = Path(__file__).resolve().parents[2]
-TASK = f"{ROOT}/tests/tasks/ragged.py:RaggedLM"
 STEPS = 40
 
 
@@ -30,7 +28,7 @@ def run(
     world: int,
     steps: int = STEPS,
     flags: dict[str, Any] | None = None,
-    task: str = TASK,
+    task: str = RAGGED,
     **plan: Any,
 ) -> Measured:
     """Steps of a task, by default the test task, in a world of its own."""

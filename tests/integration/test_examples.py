@@ -45,17 +45,14 @@ MINE = ["auto", "--task", "./mine.py:Mine", "--quiet"]
 @pytest.fixture
 def examples(tmp_path: Path) -> Path:
     """A copy: runs are written beside the files."""
-    return Path(shutil.copytree(EXAMPLES, tmp_path / "examples", ignore=_runs))
+    made = shutil.ignore_patterns("runs", "__pycache__")
+    return Path(shutil.copytree(EXAMPLES, tmp_path / "examples", ignore=made))
 
 
 @pytest.fixture
 def own_task(examples: Path) -> Path:
     """The user's folder."""
     return examples / "own_task"
-
-
-def _runs(_: str, names: list[str]) -> set[str]:
-    return {"runs", "__pycache__"} & {*names}
 
 
 def test_the_own_task_trains_and_logs_its_figures(own_task: Path) -> None:
@@ -270,14 +267,9 @@ def _losses(run: isobatch.Run) -> list[float]:
     return [r["loss"] for r in run.history if "lr" in r]
 
 
-def _commands(script: str) -> list[list[str]]:
-    """The words of each `isobatch ...` of a shell script."""
-    lines = script.replace("\\\n", " ").splitlines()
-    return [shlex.split(line)[1:] for line in lines if line.startswith("isobatch ")]
-
-
 def test_the_slurm_jobs_are_printed(examples: Path) -> None:
-    commands = _commands((examples / "slurm.sh").read_text())
+    lines = (examples / "slurm.sh").read_text().replace("\\\n", " ").splitlines()
+    commands = [shlex.split(line)[1:] for line in lines if line.startswith("isobatch ")]
     for words in commands[:-1]:
         done = succeed(*words, cwd=examples)
         assert done.stdout.startswith("#!/bin/bash\n#SBATCH --job-name=")

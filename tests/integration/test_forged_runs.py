@@ -316,10 +316,6 @@ def is_step(row: dict[str, Any], steps: range) -> bool:
     return "chain" in row and row["step"] in steps
 
 
-def place_of(step: int, rows: Rows) -> int:
-    return [row.get("step") for row in rows].index(step)
-
-
 def of_rows(field: str, **more: Any) -> Attack:
     """More fields in all rows that have one."""
     return log(lambda rows: [row.update(more) for row in rows if field in row])
@@ -337,7 +333,9 @@ BY_LEVEL: dict[tuple[str, str], dict[str, Attack]] = {
     ("plain", "records"): {
         "invented split": invents("test", loss=0.1),
         "split without a row": split_without_a_row,
-        "invented evaluation": log(lambda rows: rows.insert(place_of(7, rows), EVALUATION)),
+        "invented evaluation": log(
+            lambda rows: rows.insert([r.get("step") for r in rows].index(7), EVALUATION)
+        ),
         "field of no row": of_rows("checkpoint", award="gold"),
         "key twice": key_twice,
         "forged decision": decides(False, **BEST),

@@ -28,7 +28,6 @@ from isobatch.tests.tiny_models import save_gpt2
 
 if TYPE_CHECKING:
     import subprocess
-    from collections.abc import Iterator
 
 LAST = ("train-25", "train-28")
 SINE = """
@@ -334,7 +333,8 @@ def all_a_hair_better(run: Path, _: Path) -> None:
     for row in log:
         if "lr" in row:
             row["loss"] *= 1 - 1.8e-5
-        for figures in (row, row.get("summary", {}).get("metrics"), *by_split(row)):
+        ended = row.get("summary", {})
+        for figures in (row, ended.get("metrics"), *ended.get("metrics_by_split", {}).values()):
             if figures and "loss" in figures and "lr" not in figures:
                 figures["loss"] *= 1 - 9e-5
             if figures and "perplexity" in figures:
@@ -342,10 +342,6 @@ def all_a_hair_better(run: Path, _: Path) -> None:
                 figures["bits_per_byte"] *= 1 - 9e-5
                 figures["word_perplexity"] **= 1 - 9e-5
     mend(run, log)
-
-
-def by_split(row: dict[str, Any]) -> Iterator[dict[str, float]]:
-    yield from row.get("summary", {}).get("metrics_by_split", {}).values()
 
 
 def more_samples_measured(run: Path, _: Path) -> None:

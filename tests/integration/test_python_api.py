@@ -20,9 +20,7 @@ import isobatch
 from isobatch.core.errors import TrainingError, UserError
 from isobatch.launch.local.arguments import parse_request
 from isobatch.launch.local.process_state import preserve_process_state
-from isobatch.tests.paths import REGISTER, ROOT
-
-RAGGED = f"{ROOT}/tests/tasks/ragged.py:RaggedLM"
+from isobatch.tests.paths import RAGGED, REGISTER
 
 
 def recipe(**values: Any) -> isobatch.Recipe:

@@ -97,7 +97,7 @@ def test_make_a_classifier_small_and_fast(hub: Hub, tmp_path: Path) -> None:
     (sample,), (train, ask) = wish("make a classifier small and fast")
     head, *rows = sample.splitlines()
     (tmp_path / "reviews.csv").write_text("\n".join([head, *(20 * rows)]) + "\n")
-    said = run(train, tmp_path, hub)
+    said = run([*train, "--steps", "60"], tmp_path, hub)  # of hundreds
     assert "\nsmall-qat, onnxruntime 4-bit, against small-classifier: " in said
     assert re.search(r"good|bad", run(ask, tmp_path, hub))
     (named,) = re.findall(r"`(runs/small-qat/[^`]+)` needs no torch", README)

@@ -9,14 +9,12 @@ import pytest
 
 from isobatch.benchmarks.quality import strategies
 from isobatch.tests.integration import helpers
-from isobatch.tests.integration.helpers import ROOT, furthest, losses, succeed, warm_python
+from isobatch.tests.integration.helpers import RAGGED, ROOT, furthest, losses, succeed, warm_python
 from isobatch.tests.integration.test_bad_input import complaint
 from isobatch.tests.tiny_models import save_gpt2
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-RAGGED = f"{ROOT}/tests/tasks/ragged.py:RaggedLM"
 
 
 @pytest.fixture(scope="module")

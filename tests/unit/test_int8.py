@@ -43,7 +43,7 @@ def batches(_split: str = "valid") -> list[dict[str, np.ndarray]]:
 def bert(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     """A classifier of two layers, and its file, which takes seconds to trace."""
     model = encoders.classifier("bert", num_hidden_layers=2)
-    onnx_graph.write_onnx(model, file := tmp_path_factory.mktemp("bert") / "a.onnx")
+    onnx_graph.classifier_program(model).save(file := tmp_path_factory.mktemp("bert") / "a.onnx")
     return model, file
 
 
@@ -54,7 +54,7 @@ def test_eight_bits_answer_nearly_as_the_model(family: str, more: Any, bert: Any
     if family != "bert":
         layers = {"distilbert": "n_layers", "gpt2": "n_layer"}.get(family, "num_hidden_layers")
         model, fp32 = encoders.classifier(family, **{layers: 2}, **more), tmp_path / "a.onnx"
-        onnx_graph.write_onnx(model, fp32)
+        onnx_graph.classifier_program(model).save(fp32)
     expected = evaluation.predict(evaluation.torch_runner(model), batches()).logits
     spread = np.ptp(expected[:, 0] - expected[:, 1])
     for kind in (int8.DYNAMIC, int8.STATIC):
@@ -76,7 +76,7 @@ def test_a_texts_answer_is_the_same_whatever_else_is_asked(bert: tuple[Any, Path
     given = evaluation.model_inputs(batches()[0])
     given["token_type_ids"] = np.zeros_like(given["input_ids"])
     words = encoders.classifier("bert", encoders.encoders.TOKENS, num_hidden_layers=2)
-    onnx_graph.write_onnx(words, tmp_path / "words.onnx")
+    onnx_graph.classifier_program(words).save(tmp_path / "words.onnx")
     for head, fp32 in (("text", bert[1]), ("words", tmp_path / "words.onnx")):
         forms = {"fp32": fp32}
         for kind in (int8.DYNAMIC, int8.STATIC):

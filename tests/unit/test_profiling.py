@@ -11,7 +11,7 @@ import torch
 from isobatch.engine.distributed import recorder
 from isobatch.engine.distributed.recorder import PARTS, Recorder
 from isobatch.launch.measuring.profile import profile, worth_a_trial
-from isobatch.tests.paths import ROOT
+from isobatch.tests.paths import RAGGED
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from isobatch.tests.unit.conftest import Say
 
 CPU = torch.device("cpu")
-RAGGED = f"{ROOT}/tests/tasks/ragged.py:RaggedLM"
 
 
 class Clock:

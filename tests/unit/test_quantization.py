@@ -156,7 +156,7 @@ def test_onnxruntime_computes_what_was_trained(
     model = quantized(family, bits, embedding_bits={"bert": 4, "distilbert": 32}.get(family, 8), cut=True)
     saving.save_tokenizer(model.config.to_dict(), tiny_facts, tmp_path)
     file = tmp_path / ("model.onnx" if bits == 32 else f"model-int{bits}.onnx")
-    onnx_graph.write_onnx(model, file)
+    onnx_graph.classifier_program(model).save(file)
     if bits < 32:
         rounded = onnx_graph.write_with_levels(file, tmp_path / "levels.onnx")
         assert {model.get_submodule(name) for name in rounded} == {*quantization.quantizers(model)}
@@ -173,7 +173,7 @@ def test_onnxruntime_computes_what_was_trained(
 def test_an_answer_to_each_token_is_rounded_and_exported(family: str, tmp_path: Path) -> None:
     """RoBERTa has no layer before the last one there, and ModernBERT has."""
     model = quantized(family, 8, cut=True, head=encoders.TOKENS)
-    onnx_graph.write_onnx(model, file := tmp_path / "model-int8.onnx")
+    onnx_graph.classifier_program(model).save(file := tmp_path / "model-int8.onnx")
     assert evaluation.onnx_runner(file)(given()).shape == (*given()["input_ids"].shape, 2)
     batch = batch_of(given()) | {"label": torch.from_numpy(given()["attention_mask"] - 1) * 100}
     trained, excess = export.predict_with_onnx_levels(model, file, [batch])
@@ -206,7 +206,7 @@ def test_an_onnx_file_takes_what_its_tokenizer_makes(family: str, tmp_path: Path
 @pytest.fixture(scope="module")
 def in_four_bits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("four") / "model-int4.onnx"
-    onnx_graph.write_onnx(quantized(embedding_bits=4), file)
+    onnx_graph.classifier_program(quantized(embedding_bits=4)).save(file)
     return file
 
 

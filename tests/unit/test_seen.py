@@ -21,13 +21,12 @@ from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.engine.verification.run_order import RunOrder
 from isobatch.launch.forensics.seen import SeenOptions, answer_question, seen
-from isobatch.tests.paths import REGISTER, ROOT
+from isobatch.tests.paths import RAGGED, REGISTER
 from isobatch.tests.unit.helpers import plan
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-RAGGED = f"{ROOT / 'tests' / 'tasks' / 'ragged.py'}:RaggedLM"
 PROSE = "".join(f"line {i} of plain text\n" for i in range(400))
 CHATS = [{"instruction": f"Say {i}.", "output": f"{i}"} for i in range(300)]
 SAMPLES = 1000

@@ -148,10 +148,6 @@ def write_decisions(run: RunFolder, rows: list[dict[str, Any]]) -> None:
     edit_log(run, lambda logged: [row.update(decisions=digest) for row in logged if "final" in row])
 
 
-def without_decision(run: RunFolder) -> None:
-    write_decisions(run, [])
-
-
 def another_step(run: RunFolder) -> None:
     decisions = list(rows_in(run.decisions))
     write_decisions(run, [{**row, "first": 84, "last": 84} for row in decisions])
@@ -166,7 +162,7 @@ def one_step_more(run: RunFolder) -> None:
     )
 
 
-def without_row(run: RunFolder) -> None:
+def no_row(run: RunFolder) -> None:
     edit_log(run, lambda rows: rows.remove({"phase": "train", "step": SPIKE, "left_out": True}))
 
 
@@ -174,7 +170,7 @@ def _place(rows: list[dict[str, Any]], step: int) -> int:
     return next(n for n, row in enumerate(rows) if row["step"] > step)
 
 
-@pytest.mark.parametrize("forge", [without_decision, another_step, one_step_more, without_row])
+@pytest.mark.parametrize("forge", [lambda run: write_decisions(run, []), another_step, one_step_more, no_row])
 def test_an_edited_decision_is_found(
     forge: Callable[[RunFolder], None], tmp_path: Path, runs: dict[str, RunFolder]
 ) -> None:

@@ -22,14 +22,13 @@ from isobatch.launch.measuring import trial, tune
 from isobatch.launch.measuring.trial import Variant
 from isobatch.launch.measuring.tune import PairedRounds, Setting, settings
 from isobatch.models.base import ModelSize
-from isobatch.tests.paths import ROOT
+from isobatch.tests.paths import RAGGED
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from isobatch.tests.unit.conftest import Say
 
-RAGGED = f"{ROOT}/tests/tasks/ragged.py:RaggedLM"
 HERE = dataclasses.replace(parse_hardware("cpu:2x24gb"), source="detected", cpu_bf16=True)
 SIZE = ModelSize(parameters=10**6, trainable=10**6, layers=2, hidden=64, heads=4, vocabulary=500, packs=True)
 FACTS = Facts(fingerprint="", folder="", samples={"train": 1000}, lengths=[8, 20, 60, 128])

@@ -27,7 +27,7 @@ from pathlib import Path
 from isobatch.core.errors import BUG, DONE, FAILED, STOPPED, WRONG_INPUT, OutOfMemoryError, UserError
 from isobatch.core.flags import spelling
 from isobatch.core.number_ranges import Count, Positive
-from isobatch.core.terminal import print_lines
+from isobatch.core.terminal import compiled, print_lines
 from isobatch.engine import consent
 from isobatch.engine.distributed.stop_signals import StopFlag
 from isobatch.engine.machine.gpu_table import named_model
@@ -38,7 +38,7 @@ from isobatch.launch.commands.plan import comments_on
 from isobatch.launch.local import placement
 from isobatch.launch.local.arguments import Request, parse_request, request_text, split_words
 
-TEMPLATE = Path(__file__).with_name("manifest.yaml.jinja").read_text(encoding="utf-8")
+TEMPLATE = Path(__file__).with_name("manifest.yaml.jinja")
 VOLUME = "/isobatch"
 """Where pods see the claim: runs, prepared data and downloads lie in it."""
 FILES = "/isobatch-job"
@@ -103,8 +103,6 @@ def render(request: Request, options: KubernetesOptions, unseen: Sequence[str]) 
 
     `unseen`: lines on what pods do not see, which stand in it.
     """
-    from jinja2 import Environment, StrictUndefined
-
     name = request.run.name or re.sub("[^a-z0-9]+", "-", run_name(request.recipe).lower())
     if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name) or len(name) > MOST_NAME:
         raise UserError(f"--name {name}: give {MOST_NAME} small letters, digits and dashes at most")
@@ -118,8 +116,8 @@ def render(request: Request, options: KubernetesOptions, unseen: Sequence[str]) 
     machine = f"{options.nodes}x{gpus}x{card}" if gpus else f"cpu:{cpus}x{gib:.0f}gb"
     world = [f"--nnodes={options.nodes}", f"--nproc-per-node={processes}"]
     world += [f"--master-addr={name}-0.{name}", f"--master-port={PORT}"]
-    environment = Environment(finalize=_yaml, undefined=StrictUndefined, keep_trailing_newline=True)
-    return comments_on(request, machine, unseen, VOLUME) + environment.from_string(TEMPLATE).render(
+    page = compiled(TEMPLATE, finalize=_yaml, keep_trailing_newline=True)
+    return comments_on(request, machine, unseen, VOLUME) + page.render(
         metadata={"name": name, "labels": {"app.kubernetes.io/name": "isobatch", "isobatch/run": name}},
         options=options,
         labels=labels,

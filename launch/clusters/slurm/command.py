@@ -25,7 +25,7 @@ from isobatch.core.errors import DONE, UserError
 from isobatch.core.flags import options_to_dict
 from isobatch.core.measures import counted, format_duration
 from isobatch.core.package import ROOT, own_command
-from isobatch.core.terminal import print_lines, rendered
+from isobatch.core.terminal import compiled, print_lines, rendered
 from isobatch.engine.machine.detect import detect
 from isobatch.engine.machine.hardware import parse_hardware
 from isobatch.engine.planning.comparison import short_duration, six_lines
@@ -320,14 +320,12 @@ def render(script: JobScript) -> str:
 
 def _filled(part: str, quote: Callable[[str], str], **values: object) -> str:
     """A part of the script, each value in it quoted. Raises UserError for control characters."""
-    from jinja2 import Environment, StrictUndefined
 
     def finalize(value: object) -> str:
         return quote(slurm_options.refuse_control_characters(str(value)))
 
-    environment = Environment(finalize=finalize, undefined=StrictUndefined, keep_trailing_newline=True)
-    template = Path(__file__).with_name(f"{part}.sh.jinja").read_text(encoding="utf-8")
-    return environment.from_string(template).render(values)
+    template = Path(__file__).with_name(f"{part}.sh.jinja")
+    return compiled(template, finalize=finalize, keep_trailing_newline=True).render(values)
 
 
 def sbatch_word(word: str) -> str:
