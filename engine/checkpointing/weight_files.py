@@ -50,18 +50,12 @@ class CarriedOver:
         return self.read(key).flatten()[start:stop]
 
 
-def start_folder(origin: Mapping[str, Any]) -> Path:
-    """The checkpoint that `starts_from` names. Raises NotHereError where it is gone."""
+def open_start(origin: Mapping[str, Any], task: Task, facts: Facts) -> CarriedOver:
+    """The checkpoint that `starts_from` names. Raises UserError where it is gone or another one."""
     folder = Path(origin["run"]) / "checkpoints" / origin["checkpoint"]
     if not (folder / CHECKSUMS).is_file():
         way = f"put the run {origin['run']} back; verify --level records does without"
         raise NotHereError(f"the recipe starts from {folder}, and it is not there: {way}")
-    return folder
-
-
-def open_start(origin: Mapping[str, Any], task: Task, facts: Facts) -> CarriedOver:
-    """The checkpoint that `starts_from` names. Raises UserError where it is gone or another one."""
-    folder = start_folder(origin)
     if bytes_digest(folder / CHECKSUMS) != origin["digest"]:
         raise UserError(f"the recipe starts from {folder}, and that is another checkpoint now")
     rows = task.kept_rows(Path(origin["run"]), facts)[0] if isinstance(task, KeepsRows) else {}

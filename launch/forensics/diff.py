@@ -49,6 +49,10 @@ NUMERIC = ("precision", "attention", "compile", "device", "pack")
 """Plan fields that may change results beyond the order of sums."""
 SAME_WEIGHTS = 1e-5
 """Relative difference of all weights by rounding, at the beginning of a run."""
+TWO_VERSIONS = (
+    "the task's file was another version in A than in B, and only one can be there: `replay` the step of each"
+    " with its version put back, or train each from a file of its own"
+)
 Answer = dict[str, Any]
 """What --json prints, or a part of it."""
 Runs = tuple[RunFolder, RunFolder]
@@ -105,7 +109,8 @@ def diff_runs(one: RunFolder, other: RunFolder, level: str = "module", trust: bo
     part = "samples" if parted.kind == "samples" or found["data_differs"] else "step"
     if part == "samples" or (level != "step" and parted.kind in ("jump", "drift")):
         try:
-            _refuse_two_versions(runs)
+            if found["recipe"].keys() & {"task", TASK_CODE} == {TASK_CODE}:
+                raise UserError(TWO_VERSIONS)
             for run in runs:
                 consent.require(run.recipe, run.folder, trust)
                 locate_data(run, None)
@@ -116,14 +121,6 @@ def diff_runs(one: RunFolder, other: RunFolder, level: str = "module", trust: bo
             found[part] = {"why_not": " ".join(str(error).split())}
     found["verdict"], found["equal"] = verdict_of(found)
     return found
-
-
-def _refuse_two_versions(runs: Runs) -> None:
-    """Raise UserError where one path would have to hold the code of both runs."""
-    (one, code), (other, changed) = ((run.recipe.task, run.recipe.options.get(TASK_CODE)) for run in runs)
-    if one == other and code != changed:
-        way = "`replay` the step of each with its version put back, or train each from a file of its own"
-        raise UserError(f"{one} was another version in A than in B, and only one can be there: {way}")
 
 
 def parted_samples(runs: Runs, parted: LogDifference) -> dict[str, Any]:

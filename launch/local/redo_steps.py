@@ -25,7 +25,7 @@ from isobatch.core.plan import Plan, PlanOptions
 from isobatch.core.recipe import Recipe
 from isobatch.core.terminal import doing
 from isobatch.engine import consent
-from isobatch.engine.checkpointing.weight_files import start_folder
+from isobatch.engine.checkpointing.weight_files import open_start
 from isobatch.engine.optimization.left_out import copy_asked
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import RunFolder
@@ -58,8 +58,8 @@ def plan_to_redo(run: RunFolder, micro_batch: int, **asked: Any) -> Plan:
     own |= {"precision": run.plan.precision, "attention": attention, **asked}
     options = PlanOptions(micro_batch=min(micro_batch, run.recipe.batch_size), compile="off", **own)
     try:
-        if run.here.starts_from:
-            start_folder(run.here.starts_from)
+        if origin := run.here.starts_from:
+            open_start(origin, workload_of(run.here).make(run.here)[0], run.facts)
         plan = plan_for_this_machine(run.here, run.facts, options)
     except NotHereError as error:
         way = "where it has moved, --base PLACE of `verify`, `replay` and `receipt check` finds it"
