@@ -155,8 +155,7 @@ class ArraySource(Source):
         self.columns = dict(columns)
         self._files = files or {}
         self.count = count_rows(columns)
-        ragged = [c for c in self.columns.values() if isinstance(c, Ragged)]
-        self._measured = ragged[0] if ragged else None
+        self._measured = next((c for c in self.columns.values() if isinstance(c, Ragged)), None)
         """The column whose rows' lengths are the samples'."""
         weights = {k.removesuffix(WEIGHT): c for k, c in self.columns.items() if k.endswith(WEIGHT)}
         self.weights = {k: np.asarray(c) for k, c in weights.items() if not isinstance(c, Ragged)}

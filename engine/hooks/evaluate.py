@@ -12,7 +12,7 @@ from isobatch.core.measures import now
 from isobatch.core.terminal import SECONDS_BETWEEN_LINES, format_metrics
 from isobatch.engine.optimization.early_stopping import EarlyStopping
 from isobatch.engine.optimization.schedule import CLOSING_STEPS
-from isobatch.engine.runs.peak_memory import PeakMemory, trim_heap
+from isobatch.engine.runs.peak_memory import PeakMemory
 from isobatch.engine.train.evaluate import at_least_few, evaluate, monitored
 from isobatch.engine.train.hooks import Hook, Signal, name_of
 from isobatch.models.capabilities import monitor_of
@@ -113,7 +113,6 @@ class Evaluate(Hook):
         place = {"phase": state.schedule.name, "step": step, "split": split}
         metrics = evaluate(state, split, fraction, partial(self.log.log_answers, place), beside)
         self.peak.observe()
-        trim_heap(state.world.device)
         self.log.log_metrics({**place, **metrics})
         if step == state.progress.step:  # else they are of earlier weights: the final figures say those
             self.send(metrics, state.progress.steps, f"{split}/")

@@ -11,7 +11,7 @@ import torch
 
 from isobatch.engine.machine.gpu_table import find_gpu_model
 from isobatch.engine.runs.gpu_monitor import GpuMonitor
-from isobatch.engine.runs.peak_memory import PeakMemory, trim_heap
+from isobatch.engine.runs.peak_memory import PeakMemory
 from isobatch.engine.train.hooks import Hook
 from isobatch.models.base import CHANGES_SHAPE, ModelSize
 from isobatch.models.flops import flops_per_token
@@ -35,16 +35,14 @@ class Memory(Hook):
         self.peak = peak
 
     @contextlib.contextmanager
-    def phase(self, state: Training) -> Iterator[None]:
+    def phase(self, state: Training) -> Iterator[None]:  # noqa: ARG002
         self.peak.observe()
-        trim_heap(state.world.device)
         yield
         self.peak.observe()
 
     def on_figures(self, figures: StepFigures) -> None:
         if figures.step % OBSERVED_EVERY == 1:
             self.peak.observe()
-            trim_heap(self.peak.device)
         figures.row["memory_bytes"] = self.peak.bytes
 
 

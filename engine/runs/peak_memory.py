@@ -25,8 +25,9 @@ class PeakMemory:
         reset_peak(device)  # preparing data may have taken more, in this process
 
     def observe(self) -> None:
-        """Take in the peak so far."""
+        """Take in the peak so far; freed memory goes back to the system."""
         self.bytes = max(self.bytes, peak_bytes(self.device))
+        trim_heap(self.device)
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -191,19 +191,17 @@ def _measure_export(
     doing("measuring the exported model")
     task, splits, final, remark = state.task, state.splits, run.folder.unfinished, ""
     split = summaries.first_held_out(held_out)
-    if split is None:
-        if isinstance(task, capabilities.FinishesUnmeasured):
-            remark = task.finish_unmeasured(model, final)
-    else:
-        if isinstance(task, capabilities.MeasuresExport):
-            more = task.final_metrics(model, final, state.facts, lambda s=split: host_batches(splits[s]))
-            refuse_nonfinite_metrics(more, split)
-            held_out[split] |= more
-            where = {"phase": state.progress.phase, "step": step, "split": split}
-            if more:
-                run.log.log_metrics({**where, **held_out[split]})
-        if isinstance(task, capabilities.FinalRemark):
-            remark = task.final_remark(held_out[split])
+    if split is None and isinstance(task, capabilities.FinishesUnmeasured):
+        remark = task.finish_unmeasured(model, final)
+    if split is not None and isinstance(task, capabilities.MeasuresExport):
+        more = task.final_metrics(model, final, state.facts, lambda s=split: host_batches(splits[s]))
+        refuse_nonfinite_metrics(more, split)
+        held_out[split] |= more
+        where = {"phase": state.progress.phase, "step": step, "split": split}
+        if more:
+            run.log.log_metrics({**where, **held_out[split]})
+    if split is not None and isinstance(task, capabilities.FinalRemark):
+        remark = task.final_remark(held_out[split])
     remark = re.sub(r"\bRUN\b", str(run.folder.folder), remark)
     if remark:
         run.say(remark)

@@ -69,10 +69,9 @@ def check_type(name: str, config: Mapping[str, Any]) -> None:
     model_type = str(config.get("model_type"))
     if model_type in FAMILIES:  # known without an import of a second
         return
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as known,
-    )
+    from transformers.models.auto import modeling_auto
 
+    known = modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
     if model_type not in known or model_type in UNTRACEABLE:
         why = "no ONNX file can be made" if model_type in known else "transformers has no classifier"
         raise UserError(

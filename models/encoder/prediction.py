@@ -5,6 +5,7 @@ Letters: B samples of a batch, T tokens, C classes, n texts.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -166,11 +167,9 @@ class TextClassifier:
 
 def batches_of_one_width(widths: Sequence[int]) -> Iterator[list[int]]:
     """Places of the samples of a batch, all of one width; at most TOKENS_AT_A_TIME tokens each."""
-    by_width: dict[int, list[int]] = {}
-    for place, width in enumerate(widths):
-        by_width.setdefault(width, []).append(place)
-    for width, places in sorted(by_width.items()):
-        count = max(1, TOKENS_AT_A_TIME // max(width, 1))
+    by_width = sorted(range(len(widths)), key=widths.__getitem__)
+    for width, group in itertools.groupby(by_width, widths.__getitem__):
+        places, count = [*group], max(1, TOKENS_AT_A_TIME // max(width, 1))
         for start in range(0, len(places), count):
             yield places[start : start + count]
 
