@@ -41,7 +41,7 @@ MISTAKES = [
     (f"auto {LM} --deepspeed ds.json", "use --strategy zero1, zero2 or zero3"),
     (f"auto {LM} --memory-limit lots", "is not a size such as 10GB"),
     (f"auto {LM} --accelerator tpu", "--accelerator tpu"),
-    (f"plan {LM} --compare h100 --price cheap", "such as 2.10/h"),
+    (f"plan {LM} --compare h100 --price cheap", "give 2.10/h"),
     (f"plan {LM} --compare h100 --deadline soon", "is no time such as 6h"),
     (f"plan {LM} --mtbf 6h", "taken out: --save-every 5m"),
     ("auto --task orpo --response-only off", "taken out: the tokens of answers are learnt"),
