@@ -92,11 +92,16 @@ def train_sweep(points: Sequence[Point], options: AutoOptions) -> int:
         fields = {**request.recipe.options, **request.recipe.to_dict()}
         values = {name: to_json_value(fields[name]) for name in point[1]}
         runs.append(Trained(title=f"run {number} of {len(points)}", request=request, values=values))
-    first, settings = points[0][0], len(by_setting(runs))
-    if keeps and (settings < 2 or len(first.workload.make(first.recipe)[0].phases()) > 1):
+    first, asked = points[0][0], by_setting(runs)
+    if keeps and (len(asked) < 2 or len(first.workload.make(first.recipe)[0].phases()) > 1):
         raise UserError(f"--halving {keeps}: needs several settings (--lr 1e-3,3e-3) of a task of one phase")
-    count = next(n for n in itertools.count() if not keeps or keeps**n >= settings)
+    count = next(n for n in itertools.count() if not keeps or keeps**n >= len(asked))
     going, folder = runs, _folder(points)
+    before = atomic_files.read_json(folder / SWEEP)["rows"] if (folder / SWEEP).is_file() else []
+    if lost := [row["values"] for row in before if atomic_files.json_text(row["values"]) not in asked]:
+        shown = "; ".join(" ".join(f"{name} {value}" for name, value in one.items()) for one in lost[:3])
+        why = f"has the table of settings that are not asked for here ({shown})"
+        raise UserError(f"{folder} {why}: choose another --name, ask for them too, or remove it")
     for share in (*(keeps**-rung for rung in range(count, 0, -1)), None):
         if STOPPED in (one.train(options.trust, share) for one in going):
             print_lines("the same command again goes on with the whole sweep", quiet=first.run.quiet)

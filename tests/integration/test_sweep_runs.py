@@ -25,6 +25,10 @@ def test_each_list_makes_runs_and_a_table(tmp_path: Path) -> None:
     again = command(warm_command(*words, "--quiet", "--json"), tmp_path)
     assert again.returncode == 0, again.stderr
     assert json.loads(again.stdout)["rows"] == rows, "all are done: nothing is trained again"
+    less = command(warm_command(*words[:4], "1e-3,1e-4", *words[5:]), tmp_path)
+    assert less.returncode == 2
+    assert "not asked for here (lr 0.01): choose another --name" in less.stderr
+    assert json.loads((folder / "sweep.json").read_text())["rows"] == rows
 
 
 def test_a_halved_run_that_goes_on_ends_as_if_it_had_been_trained_at_once(tmp_path: Path) -> None:
