@@ -192,8 +192,12 @@ class LanguageModelTask(OnLanguageModel):
 
     follow_ups: ClassVar = ('chat {run} "Hello"', "export {run} --to gguf", "verify {run}")
     exports: ClassVar = ("merged", "adapter", "gguf", "gguf-f32", "gguf-bf16", "gguf-q8_0", "gguf-adapter")
-    answer = staticmethod(answers.answer)
-    answer_figures = staticmethod(answers.figures)
+
+    def answer(self, model: nn.Module, prompt: HeldOutPrompt, facts: Facts) -> dict[str, Any]:
+        return answers.answer(model, prompt, facts)
+
+    def answer_figures(self, rows: Iterable[Mapping[str, Any]]) -> Mapping[str, float]:
+        return answers.figures(rows)
 
     def build_model(self, facts: Facts) -> nn.Module:
         return self.build_model_on(facts, "cpu")
