@@ -98,11 +98,16 @@ class Proof:
         return ", ".join(filter(None, said))
 
     def add(
-        self, redone: Redone, tolerance: Callable[[int], tuple[float, float]], exact: bool = False
+        self,
+        redone: Redone,
+        tolerance: Callable[[int], tuple[float, float]],
+        exact: bool = False,
+        claimed: float = 0.0,
     ) -> None:
         """Judge redone steps. `tolerance`: steps since a common state -> what (loss, norm) may differ by.
 
-        `exact`: whether the logged and the redone plan both are.
+        `exact`: whether the logged and the redone plan both are; `claimed`: what another cut may move a loss
+        by, as the run says.
         """
         self.steps += redone.steps
         for phase, first, last in redone.covered:
@@ -111,7 +116,13 @@ class Proof:
         for r in redone.steps:
             where, allowed = f"phase {r['phase']}, step {r['step']}", tolerance(r["after"])
             self.allowed = max(self.allowed, allowed[0])
-            if not r["loss_difference"] <= allowed[0]:
+            differences = [r["loss_difference"], *r["parts"].values()]
+            if allowed[0] < max(differences) <= claimed:
+                apart = f"{where} differs by {max(differences):.1e} where {allowed[0]:.1e} is allowed"
+                self.unproven.append(
+                    f"{apart}: another cut may move it; with --micro-batch as it was it does not"
+                )
+            elif not r["loss_difference"] <= allowed[0]:
                 self.problems.append(f"{where}: loss {r['loss']:.6f} redone, {r['logged_loss']:.6f} logged")
             elif not r["norm_difference"] <= allowed[1]:
                 norms = f"{r['norm']:.4g} redone, {r['logged_norm']:.4g} logged"
@@ -119,7 +130,7 @@ class Proof:
             self.problems += [
                 f"{where}: {name} is not what it is redone"
                 for name, difference in r["parts"].items()
-                if not difference <= allowed[0]
+                if not difference <= max(allowed[0], claimed)
             ]
         for name, found in redone.weights.items():
             of = f"of {found['elements']:,} elements"

@@ -59,3 +59,8 @@ def rounding_tolerance(measured: tuple[float, float] | None) -> tuple[float, flo
         return most_loss, most_norm
     loss, norm = measured
     return min(most_loss, max(least_loss, MARGIN * loss)), min(most_norm, max(least_norm, MARGIN * norm))
+
+
+def claimed_rounding(run: RunFolder) -> float:
+    """What any cut may move a loss by, as the run says; 0.0 where it says nothing."""
+    return MARGIN * run.plan.rounding[0] if run.plan.invariance == "rounding" and run.plan.rounding else 0.0

@@ -26,7 +26,7 @@ from isobatch.engine.verification import windows
 from isobatch.engine.verification.audit import audit_records, recipe_problems
 from isobatch.engine.verification.log_audit import LogRecord
 from isobatch.engine.verification.proof import Proof
-from isobatch.engine.verification.tolerance import FEW, HELD_OUT, NEAR, tolerances
+from isobatch.engine.verification.tolerance import FEW, HELD_OUT, NEAR, claimed_rounding, tolerances
 from isobatch.engine.verification.windows import CHOICE, INITIAL, Job, Window
 from isobatch.launch.local.options import RedoOptions
 from isobatch.launch.local.redo_steps import plan_to_redo, redo, replay_in_full
@@ -52,7 +52,7 @@ class VerifyOptions(RedoOptions):
     strategy: StrategyChoice = "auto"
     """Strategy to redo them under, with --processes 2 or more."""
     micro_batch: Positive | None = None
-    """Samples per micro-batch; by default half of what the run used."""
+    """Samples per micro-batch; by default half of what the run used, or as many where values are rounded."""
 
 
 def verify(words: Sequence[str]) -> int:
@@ -95,6 +95,8 @@ def verify_run(run: RunFolder, options: VerifyOptions, owns_process: bool = True
             proof.unproven.append("a hook changes what is learnt, and no step is redone with it")
         else:
             plan, own = _other_plan(run, options), _own_plan(run, options)
+            if own and run.plan.invariance == "rounding" and not options.micro_batch:
+                plan = own  # another cut may move a step by more than can be told from a forgery
             cut = {"world_size": plan.processes, "micro_batch_samples": plan.micro_batch_samples}
             try:
                 # Trained again without giving final/ bit for bit, its end has to be redone, too.
@@ -128,7 +130,7 @@ def _verify_steps(
     found = redo(run, jobs, owns_process)
     for (used, _), redone in zip(jobs, found, strict=True):
         exact = run.plan.invariance == used.invariance == "exact" and run.plan.device == used.device
-        proof.add(redone, partial(tolerances, run, used, shown=shown), exact)
+        proof.add(redone, partial(tolerances, run, used, shown=shown), exact, claimed_rounding(run))
     if not proof.steps and (log.steps or not finished):
         proof.unproven.append("no logged step could be redone: none follows the start or a checkpoint")
     proof.problems += _wrong_class(run, any(r.foreign_noise for r in found))
@@ -162,7 +164,7 @@ def redo_first_steps(run: RunFolder, trained: Sequence[int], steps: int, process
     last = trained[min(len(trained), steps + CHOICE.randint(0, steps)) - 1]
     (redone,) = redo(run, [(plan, Job([Window(INITIAL, phase, 0, last)]))])
     redone.steps = [{**step, "parts": {}} for step in redone.steps]  # a receipt has the whole loss alone
-    proof.add(redone, partial(tolerances, run, plan))
+    proof.add(redone, partial(tolerances, run, plan), claimed=claimed_rounding(run))
     proof.problems += _wrong_class(run, redone.foreign_noise)
     return proof
 

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from isobatch.core.plan import INVARIANCES
-from isobatch.engine.verification.proof import stretches, wrong_metrics
+from isobatch.engine.verification.proof import Proof, stretches, wrong_metrics
 from isobatch.engine.verification.tolerance import (
     FAR,
     FEW,
     SAME_DEVICE,
     TOLERANCE,
+    claimed_rounding,
     rounding_tolerance,
     tolerances,
 )
@@ -53,6 +54,33 @@ def test_further_from_a_common_state_flipped_levels_have_spread() -> None:
     run, other = run_of(invariance="rounding", rounding=(1e-6, 1e-6)), plan(invariance="rounding")
     assert [tolerances(run, other, n) for n in (3, 5, 6)] == [TOLERANCE["exact"], CEILING, FAR]
     assert tolerances(run_of(), plan(), 100) == TOLERANCE["exact"]
+
+
+@pytest.mark.parametrize(
+    ("differs", "part", "measured", "verdict"),
+    [
+        (1e-3, 0.0, 8e-3, "holds"),
+        (2.5e-3, 0.0, 8e-3, "not proven"),
+        (1e-3, 4e-3, 8e-3, "not proven"),
+        (2.5e-3, 4e-3, 5e-4, "differs"),
+        (4e-2, 0.0, 8e-3, "differs"),
+        (math.nan, 0.0, math.inf, "differs"),
+        (2.5e-3, 0.0, math.nan, "differs"),
+        (2.5e-3, 0.0, None, "differs"),
+    ],
+)
+def test_what_another_cut_moves_a_rounding_run_by_is_no_forgery(
+    differs: float, part: float, measured: float | None, verdict: str
+) -> None:
+    """Beyond what is ever allowed it proves nothing, if the run measured as much."""
+    run = run_of(invariance="rounding", rounding=measured and (measured, 0.0))
+    losses = {"loss": 1.0, "logged_loss": 1.0 + differs, "loss_difference": differs, "parts": {"nll": part}}
+    step = {"phase": "qat", "step": 3, "after": 3, "norm_difference": 0.0, **losses}
+    proof = Proof("steps")
+    redone: Any = SimpleNamespace(steps=[step], covered=[], weights={})
+    proof.add(redone, lambda _: CEILING, claimed=claimed_rounding(run))
+    found = "differs" if proof.problems else "not proven" if proof.unproven else "holds"
+    assert found == verdict
 
 
 def test_the_guarantees_have_the_same_words_and_numbers() -> None:
