@@ -172,7 +172,8 @@ class Labelled(TokenizedData):
     def encode_splits(self) -> Encoded:
         """(columns per split, the tokenizer, what Facts should know: labels, their counts, notes)."""
         rows, columns, notes = self._open_rows()
-        more = "a longer validation file" if "valid" in rows else "a larger --valid, as --valid 0.3,"
+        share = self.options.valid if isinstance(self.options.valid, float) else HELD_OUT_SHARE
+        more = "a longer validation file" if "valid" in rows else f"--valid {min(0.8, 3 * share):g}"
         kind, splits, found_notes = self._read_labels(rows, columns)
         notes += found_notes
         counts, rows_of_train = splits["train"].counts(), len(splits["train"])

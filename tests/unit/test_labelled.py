@@ -102,11 +102,12 @@ def test_a_tenth_of_each_class_is_held_out_where_nothing_is(tmp_path: Path) -> N
         "there is no validation split: 10 % of the rows are it, drawn at random (--valid)"
     )
     said = "valid: {} rows, were all answered right, show a precision of {} at most (predict --precision): {}"
-    larger = "a larger --valid, as --valid 0.3, shows more"
-    assert said.format(10, 0.63, larger) in extra["notes"]  # 0.631 to the power of 9 surest and one is 0.01
+    assert (
+        said.format(10, 0.63, "--valid 0.3 shows more") in extra["notes"]
+    )  # 0.631 to the power of 9 surest and one is 0.01
     found, _, extra = make(tmp_path, valid=0.5).encode_splits()
     assert np.bincount(np.asarray(found["valid"]["label"])).tolist() == [30, 19, 1]
-    assert said.format(50, 0.9, larger) in extra["notes"]
+    assert said.format(50, 0.9, "--valid 0.8 shows more") in extra["notes"]
     write(tmp_path, "valid", [(f"other {n}", "ab"[n % 2]) for n in range(10)])
     given = said.format(10, 0.63, "a longer validation file shows more")
     assert given in make(tmp_path).encode_splits()[2]["notes"]
