@@ -173,7 +173,7 @@ class Labelled(TokenizedData):
         """(columns per split, the tokenizer, what Facts should know: labels, their counts, notes)."""
         rows, columns, notes = self._open_rows()
         share = self.options.valid if isinstance(self.options.valid, float) else HELD_OUT_SHARE
-        more = "a longer validation file" if "valid" in rows else f"--valid {min(0.8, 3 * share):g}"
+        more = "a longer validation file" if "valid" in rows or share >= 0.3 else "--valid 0.3"
         kind, splits, found_notes = self._read_labels(rows, columns)
         notes += found_notes
         counts, rows_of_train = splits["train"].counts(), len(splits["train"])

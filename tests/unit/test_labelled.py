@@ -107,7 +107,7 @@ def test_a_tenth_of_each_class_is_held_out_where_nothing_is(tmp_path: Path) -> N
     )  # 0.631 to the power of 9 surest and one is 0.01
     found, _, extra = make(tmp_path, valid=0.5).encode_splits()
     assert np.bincount(np.asarray(found["valid"]["label"])).tolist() == [30, 19, 1]
-    assert said.format(50, 0.9, "--valid 0.8 shows more") in extra["notes"]
+    assert said.format(50, 0.9, "a longer validation file shows more") in extra["notes"]
     write(tmp_path, "valid", [(f"other {n}", "ab"[n % 2]) for n in range(10)])
     given = said.format(10, 0.63, "a longer validation file shows more")
     assert given in make(tmp_path).encode_splits()[2]["notes"]
