@@ -70,7 +70,7 @@ def _from_product(rows: fx.Node) -> bool:
         if node.target in (aten.mm.default, aten.sum.dim_IntList):
             found.add(node.target)
         elif isinstance(node.target, torch._ops.OpOverload):  # noqa: SLF001  what attention returns is none
-            nodes += node.all_input_nodes
+            nodes += [one for one in node.all_input_nodes if one not in nodes]
     return found == {aten.mm.default}
 
 

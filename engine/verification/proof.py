@@ -120,7 +120,7 @@ class Proof:
             if allowed[0] < max(differences) <= claimed:
                 apart = f"{where} differs by {max(differences):.1e} where {allowed[0]:.1e} is allowed"
                 self.unproven.append(
-                    f"{apart}: another cut may move it; with --micro-batch as it was it does not"
+                    f"{apart}: another cut may move it; redo it with --micro-batch as in training"
                 )
             elif not r["loss_difference"] <= allowed[0]:
                 self.problems.append(f"{where}: loss {r['loss']:.6f} redone, {r['logged_loss']:.6f} logged")
