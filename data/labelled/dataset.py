@@ -183,6 +183,7 @@ class Labelled(TokenizedData):
         if fixed:
             del splits["train"]
             notes += reading.leave_out_unknown(splits, rows, labels)
+        notes[:0] = [] if fixed else reading.alike_names(labels, counts)
         if rare := [str(name) for name in labels if counts[name] == 1 and not fixed]:
             notes.append(f"labels of one training row each: {reading.first_names(rare)}")
         most = UNPROVEN ** (1 / (1 + int(SUREST * held)))

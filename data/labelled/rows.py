@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import unicodedata
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -351,6 +352,17 @@ def learnt_names(kind: LabelKind, splits: Mapping[str, SplitLabels], data: str) 
                 what = f"the {split} split has the label {min(strange)}, which no training row has"
                 raise UserError(f"{where}: {what}")
     return names
+
+
+def alike_names(labels: list[str], counts: Mapping[str, int]) -> list[str]:
+    """A line on labels that look alike: they differ in case, blanks or the encoding of letters alone."""
+    alike: dict[str, list[str]] = {}
+    for name in labels:
+        look = " ".join(unicodedata.normalize("NFC", name).casefold().split())
+        alike.setdefault(look, []).append(f"{name!r} ({counts[name]:,})")
+    found = first_names([" and ".join(names) for names in alike.values() if len(names) > 1])
+    said = f"labels that differ only in case, blanks or encoding are learnt apart: {found}"
+    return [f"{said}: if they are one, write them alike in the data"] if found else []
 
 
 def first_names(names: Sequence[str]) -> str:

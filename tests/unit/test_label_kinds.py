@@ -496,6 +496,34 @@ def test_the_draw_keeps_each_label_in_training_and_is_the_same_for_every_seed(
     assert one.values.tolist() == other.values.tolist()
 
 
+ALIKE: dict[str, list[str]] = {
+    "case": ["Kredit", "kredit", "KREDIT"],
+    "blanks": ["New York", "New  York", "New\u00a0York"],
+    "encoding": ["caf\u00e9", "cafe\u0301"],
+    "none of these": ["Kredit", "Kredite", "Kre dit", "cafe", "caf\u00e9"],
+}
+
+
+@pytest.mark.parametrize("kind", ["classes", "multi-label", "tokens"])
+@pytest.mark.parametrize("what", ALIKE)
+def test_labels_that_look_alike_are_named_first_and_stay_apart(what: str, kind: str, tmp_path: Path) -> None:
+    names = [*ALIKE[what], "other"] * 3
+    made: dict[str, Callable[[str], dict[str, Any]]] = {
+        "classes": lambda name: {"text": "a", "label": f" {name} "},
+        "multi-label": lambda name: {"text": "a", "label": [name, "more"]},
+        "tokens": lambda name: {"words": ["a"], "tags": [f"B-{name}"]},
+    }
+    rows = [made[kind](name) for name in names]
+    as_jsonl(tmp_path / "train.jsonl", rows)
+    as_jsonl(tmp_path / "valid.jsonl", rows)
+    extra = make(tmp_path).encode_splits()[2]
+    assert {name.removeprefix("B-") for name in extra["labels"]} >= {*names}
+    said = extra["notes"][0] if what != "none of these" else ""
+    assert all((repr(name) in said or repr(f"B-{name}") in said) == (said != "") for name in ALIKE[what])
+    assert "other" not in said
+    assert sum("differ only in case" in note for note in extra["notes"]) == bool(said)
+
+
 @pytest.mark.parametrize("kind", ["classes", "multi-label", "regression"])
 @pytest.mark.parametrize("share", [0.1, 0.5])
 def test_equal_texts_are_on_one_side_of_a_draw(kind: str, share: float, tmp_path: Path) -> None:
