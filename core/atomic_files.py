@@ -21,7 +21,14 @@ NOT_FINITE = "not_finite"
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write atomically (write, sync, rename): a reader sees the old content or the new, never a part."""
+    """Write atomically (write, sync, rename): a reader sees the old content or the new, never a part.
+
+    A device or a pipe, /dev/null or /dev/stdout for one, is written into: a rename would take its place.
+    """
+    if path.exists() and not path.is_file():
+        with explain_write_errors(path):
+            path.write_text(text, encoding="utf-8")
+        return
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with explain_write_errors(path, len(text)), temporary.open("w", encoding="utf-8") as stream:
         stream.write(text)

@@ -1,4 +1,4 @@
-"""Tests of core/atomic_files.py: JSON never holds NaN or Infinity, whoever writes it."""
+"""Tests of core/atomic_files.py: JSON never holds NaN or Infinity, whoever writes it; a device stays one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 import errno
 import json
 import math
+import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -101,3 +102,13 @@ def test_a_full_disk_is_a_failure_that_space_mends(error: Exception, tmp_path: P
         assert found is not None
         assert (found.exit_code, found.cause) == (FAILED, DiskFullError.cause)
     assert classify(ValueError("No space left on device")) is None
+
+
+def test_a_pipe_is_written_into_and_not_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with os.fdopen(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)) as reader:
+        atomic_files.write_json(pipe, {"a": 1})
+        assert strict(reader.read()) == {"a": 1}
+    assert list(tmp_path.iterdir()) == [pipe]
+    assert pipe.is_fifo()
