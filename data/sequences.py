@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from isobatch.core.errors import UserError
+from isobatch.core.facts import Facts
 from isobatch.core.terminal import doing
 from isobatch.data import corpora, readers, tokenizers
 from isobatch.data.base import Columns, Ragged
@@ -24,11 +26,6 @@ from isobatch.data.preparation.encoding import batches
 from isobatch.data.preparation.spooled_array import SpooledColumns
 from isobatch.data.tables.delimited import is_number
 from isobatch.data.tokenized import TOKENIZER_FILE, Encoded, TokenizedData, path_of
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
-    from isobatch.core.facts import Facts
 
 MODEL_IDS = ("bos", "eos", "unk")
 """Ids that only the model uses, numbered after those of the data."""

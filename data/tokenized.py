@@ -7,19 +7,17 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
+
+import numpy as np
+from tokenizers import Tokenizer
 
 from isobatch.core.errors import UserError
+from isobatch.core.facts import Facts
 from isobatch.core.flags import options_to_dict
 from isobatch.data import corpora, readers, tokenizers
 from isobatch.data.base import TEST, WEIGHT, Columns, Data, save
 from isobatch.data.digests import file_hash
-
-if TYPE_CHECKING:
-    import numpy as np
-    from tokenizers import Tokenizer
-
-    from isobatch.core.facts import Facts
 
 Encoded: TypeAlias = "tuple[Mapping[str, Columns], Tokenizer | None, dict[str, Any]]"
 TOKENIZER_FILE = "tokenizer.json"

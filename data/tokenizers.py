@@ -7,18 +7,17 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers.trainers import BpeTrainer
 
 from isobatch.core import hub_cache
 from isobatch.core.errors import UserError, explain_errors, nearest_file
 from isobatch.core.hub_cache import explain_hub_error
 from isobatch.core.package import table_beside
 from isobatch.data.digests import file_hash
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 TRAINING_CHARACTERS = 20_000_000
 END_OF_TEXT = "<|endoftext|>"
@@ -125,8 +124,6 @@ def open_tokenizer(path: Path) -> Tokenizer:
 
     Raises UserError where there is none or it cannot be read.
     """
-    from tokenizers import Tokenizer
-
     file_format, files = _format_and_files(path)
     with explain_errors(f"--tokenizer {path}: cannot be read", Exception):  # the library's for every fault
         if file_format == "bpe":
@@ -163,8 +160,6 @@ def open_as_transformers(path: Path, model: Path | None) -> Tokenizer:
 
 
 def _byte_level_bpe(vocabulary: Path | None, merges: Path | None) -> Tokenizer:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
     model = models.BPE.from_file(str(vocabulary), str(merges)) if vocabulary else models.BPE()
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -175,8 +170,6 @@ def _byte_level_bpe(vocabulary: Path | None, merges: Path | None) -> Tokenizer:
 
 
 def _wordpiece(file: Path) -> Tokenizer:
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
-
     vocabulary = {token: i for i, token in enumerate(file.read_text(encoding="utf-8").splitlines())}
     # The file does not say whether it is cased; only a cased vocabulary has tokens that begin with A-Z.
     lowercase = not any("A" <= token[:1] <= "Z" for token in vocabulary)
@@ -204,8 +197,6 @@ def train_byte_level_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
     It reads the first 20 million characters. The same texts give the same tokenizer.
     """
-    from tokenizers import pre_tokenizers
-
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     return _trained(_byte_level_bpe(None, None), texts, vocab_size, [END_OF_TEXT], initial_alphabet=alphabet)
 
@@ -213,8 +204,6 @@ def train_byte_level_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 def _trained(
     tokenizer: Tokenizer, texts: Iterable[str], vocab_size: int, special_tokens: list[str], **more: Any
 ) -> Tokenizer:
-    from tokenizers.trainers import BpeTrainer
-
     trainer = BpeTrainer(vocab_size=vocab_size, special_tokens=special_tokens, show_progress=False, **more)
     tokenizer.train_from_iterator(_first_characters(texts, TRAINING_CHARACTERS), trainer)
     return tokenizer
@@ -226,8 +215,6 @@ def train_lowercase_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     It reads the first 20 million characters. It is not WordPiece, because that trainer numbers the alphabet
     in the order of a hash map: two runs give different ids (tokenizers 0.22).
     """
-    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
-
     tokenizer = Tokenizer(models.BPE(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -239,8 +226,6 @@ def ensure_special_tokens(tokenizer: Tokenizer) -> None:
 
     A tokenizer that already adds some, or that has neither pair of tokens, stays as it is.
     """
-    from tokenizers import processors
-
     if tokenizer.num_special_tokens_to_add(False):
         return
     for first, last in (("[CLS]", "[SEP]"), ("<s>", "</s>")):
@@ -259,8 +244,6 @@ def prepend_space(tokenizer: Tokenizer) -> None:
 
     A byte-level one, such as RoBERTa's, else takes words that are given one by one as if they were glued.
     """
-    from tokenizers import normalizers
-
     if '"type":"ByteLevel","add_prefix_space":false' in tokenizer.to_str():
         own = [tokenizer.normalizer] if tokenizer.normalizer else []
         tokenizer.normalizer = normalizers.Sequence([*own, normalizers.Prepend(" ")])

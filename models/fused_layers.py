@@ -11,15 +11,13 @@ import inspect
 import re
 import sys
 import textwrap
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from isobatch.models.activations import fuse_gelu
 from isobatch.models.fused_kernels import fused_on_gpu
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 GATED = ("down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))", "return down_proj")
 """The forward pass of the gated MLP that Llama and a hundred others have."""

@@ -8,7 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from isobatch.core.errors import UserError
 from isobatch.data import readers
@@ -23,10 +25,6 @@ from isobatch.data.tables.delimited import (
     numbers,
     simple_name,
 )
-
-if TYPE_CHECKING:
-    import numpy as np  # noqa: TC004  heavy, and no class here has flags
-
 
 TABLE_FORMATS = {".csv": "csv", ".tsv": "tsv", ".parquet": "parquet", **dict.fromkeys(ATOMIC, "tsv")}
 TABLE_FORMATS |= {".txt": "txt", ".dat": "txt"}

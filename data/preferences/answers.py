@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+import numpy as np
 
 from isobatch.core.errors import UserError
 from isobatch.data import chat_formats
 from isobatch.data.preferences import pairs
 from isobatch.data.preferences.dataset import PairSource, Preferences
 from isobatch.data.preferences.encoder import Tokens, render, tokenize
+from isobatch.data.text.chat_templates import ChatTemplate
+from isobatch.data.text.plain_text import TokenizationSettings
 from isobatch.data.text.row_fields import JUDGED, JUDGEMENTS, check_fields, notes_of_unread
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from isobatch.data.text.chat_templates import ChatTemplate
-    from isobatch.data.text.plain_text import TokenizationSettings
 
 
 def parse_answer(row: Mapping[str, Any], where: str) -> pairs.AnsweredPrompt[chat_formats.Message]:

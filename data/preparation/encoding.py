@@ -24,16 +24,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from isobatch.core.errors import TrainingError
 from isobatch.data.preparation.progress import position
 from isobatch.data.preparation.spooled_array import SpooledColumns
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer  # noqa: TC004  heavy, and no class here has flags
 
 SHARD_CHARACTERS = 1 << 20
 SHARDS_IN_THREADS = 8

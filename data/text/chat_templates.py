@@ -14,7 +14,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+from tokenizers import Tokenizer
 
 from isobatch.core.errors import UserError, nearest_file
 from isobatch.core.flags import nearest_hint
@@ -23,9 +25,6 @@ from isobatch.data.chat_formats import THOUGHT, UNLEARNT, Message
 from isobatch.data.text import jinja_sandbox
 from isobatch.data.text.jinja_sandbox import Job, Rendered, Wanted
 from isobatch.data.text.template_process import MARK, common
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 TURN_END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|eom|>", "[SEP]")
 """Usual tokens at the end of a turn, for tokenizers whose settings name no end of text."""

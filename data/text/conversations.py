@@ -11,9 +11,10 @@ from dataclasses import InitVar, dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from isobatch.core.errors import UserError
 from isobatch.data import chat_formats
@@ -26,10 +27,6 @@ from isobatch.data.text import chat_templates, row_fields
 from isobatch.data.text.chat_templates import ChatSegment, ChatTemplate, Texts, render_ahead
 from isobatch.data.text.plain_text import TokenizationSettings, count_lines
 from isobatch.data.text.row_fields import RowCounts
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
 
 SHOWN_PROMPTS = 3
 """Validation prompts that facts keep, to be answered by the trained model."""

@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from isobatch.data import tokenizers
 from isobatch.data.base import Column, NoSamplesError, Ragged
@@ -18,9 +19,6 @@ from isobatch.data.corpora import Corpus, TrainingRows
 from isobatch.data.preparation.encoding import EncodedShard, ShardEncoder, Workshop, encode_whole, text_hash
 from isobatch.data.text import row_fields
 from isobatch.data.text.row_fields import RowCounts
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer  # noqa: TC004  heavy, and no class here has flags
 
 
 @dataclass(frozen=True, slots=True)

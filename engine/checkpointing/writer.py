@@ -12,7 +12,7 @@ import threading
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -22,10 +22,8 @@ from isobatch.engine.checkpointing.checkpoint import CHECKSUMS, TEXTS, read_cont
 from isobatch.engine.checkpointing.digests import bytes_digest
 from isobatch.engine.checkpointing.host_buffer import HostBuffer
 from isobatch.engine.checkpointing.layout import Layout, make_layout
-
-if TYPE_CHECKING:
-    from isobatch.engine.checkpointing.portable_state import PortableState, TensorPiece
-    from isobatch.engine.distributed.communicator import Communicator
+from isobatch.engine.checkpointing.portable_state import PortableState, TensorPiece
+from isobatch.engine.distributed.communicator import Communicator
 
 
 class CheckpointWriter:

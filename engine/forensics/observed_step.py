@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,14 +25,12 @@ from isobatch.engine.train.figures import LossAndNorm, StepRow, step_rows
 from isobatch.engine.train.first_step import preserve_state
 from isobatch.engine.train.hooks import Hooks, Seen
 from isobatch.engine.train.loop import run_phase
+from isobatch.engine.train.state import Training
 from isobatch.engine.train.step import Sums, measure_batch
+from isobatch.engine.verification.replay import Replay
 from isobatch.engine.verification.windows import Window
+from isobatch.models.base import StepContext
 from isobatch.models.capabilities import MeasuresBatch
-
-if TYPE_CHECKING:
-    from isobatch.engine.train.state import Training
-    from isobatch.engine.verification.replay import Replay
-    from isobatch.models.base import StepContext
 
 FORWARD, BACKWARD = "forward", "backward"
 Outputs = dict[tuple[str, str], np.ndarray]

@@ -10,29 +10,27 @@ import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
+
+from torch import Tensor
 
 from isobatch.core.atomic_files import rows_in
 from isobatch.core.measures import now
 from isobatch.core.package import ROOT
 from isobatch.core.terminal import doing
 from isobatch.engine.checkpointing import checkpoint
+from isobatch.engine.checkpointing.host_buffer import HostBuffer
 from isobatch.engine.checkpointing.writer import CheckpointWriter
 from isobatch.engine.machine.detect import run_command
 from isobatch.engine.optimization.left_out import until
 from isobatch.engine.optimization.schedule import CLOSING_STEPS
+from isobatch.engine.runs.metrics_log import MetricsLog
+from isobatch.engine.runs.peak_memory import PeakMemory
+from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.engine.runs.run_options import RunOptions
+from isobatch.engine.train.figures import StepFigures
 from isobatch.engine.train.hooks import Hook, Signal, name_of, saved_of
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from isobatch.engine.checkpointing.host_buffer import HostBuffer
-    from isobatch.engine.runs.metrics_log import MetricsLog
-    from isobatch.engine.runs.peak_memory import PeakMemory
-    from isobatch.engine.runs.run_folder import RunFolder
-    from isobatch.engine.runs.run_options import RunOptions
-    from isobatch.engine.train.figures import StepFigures
-    from isobatch.engine.train.state import Training
+from isobatch.engine.train.state import Training
 
 VERSIONED = ("torch", "accelerate", "transformers")
 OTHER_LIBRARY = "another library"

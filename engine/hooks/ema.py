@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from isobatch.engine.train.hooks import Hook
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from isobatch.engine.train.state import Training
+from isobatch.engine.train.state import Training
 
 
 class Ema(Hook):

@@ -6,22 +6,20 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from isobatch.core.measures import now
 from isobatch.core.terminal import SECONDS_BETWEEN_LINES, format_metrics
 from isobatch.engine.optimization.early_stopping import EarlyStopping
 from isobatch.engine.optimization.schedule import CLOSING_STEPS
+from isobatch.engine.runs.metrics_log import MetricsLog
 from isobatch.engine.runs.peak_memory import PeakMemory
 from isobatch.engine.train.evaluate import at_least_few, evaluate, monitored
 from isobatch.engine.train.hooks import Hook, Signal, name_of
+from isobatch.engine.train.state import Training
 from isobatch.models.capabilities import monitor_of
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from isobatch.engine.runs.metrics_log import MetricsLog
-    from isobatch.engine.train.state import Training
 
 
 class Evaluate(Hook):

@@ -5,18 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from isobatch.core.errors import TrainingError
 from isobatch.core.measures import now
 from isobatch.core.terminal import SECONDS_BETWEEN_LINES, Console, doing, on_terminal
+from isobatch.engine.distributed.communicator import Communicator
+from isobatch.engine.runs.metrics_log import MetricsLog
+from isobatch.engine.train.figures import StepFigures
 from isobatch.engine.train.hooks import Hook
-
-if TYPE_CHECKING:
-    from isobatch.engine.distributed.communicator import Communicator
-    from isobatch.engine.runs.metrics_log import MetricsLog
-    from isobatch.engine.train.figures import StepFigures
-    from isobatch.engine.train.state import Training
+from isobatch.engine.train.state import Training
 
 
 class NonFinite(Hook):

@@ -5,22 +5,20 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from isobatch.core.plan import Plan
+from isobatch.engine.loading.loader import StepWork
 from isobatch.engine.machine.gpu_table import find_gpu_model
 from isobatch.engine.runs.gpu_monitor import GpuMonitor
 from isobatch.engine.runs.peak_memory import PeakMemory
+from isobatch.engine.train.figures import StepFigures
 from isobatch.engine.train.hooks import Hook
+from isobatch.engine.train.state import Training
 from isobatch.models.base import CHANGES_SHAPE, ModelSize
 from isobatch.models.flops import flops_per_token
-
-if TYPE_CHECKING:
-    from isobatch.core.plan import Plan
-    from isobatch.engine.loading.loader import StepWork
-    from isobatch.engine.train.figures import StepFigures
-    from isobatch.engine.train.state import Training
 
 OBSERVED_EVERY = 8
 """Steps between two looks at the memory, which read and write files of the system."""

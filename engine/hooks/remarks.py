@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
+from isobatch.core.plan import Plan
 from isobatch.engine.train.hooks import Hook, Signal
+from isobatch.engine.train.state import Training
 from isobatch.models import fused_kernels
-
-if TYPE_CHECKING:
-    from isobatch.core.plan import Plan
-    from isobatch.engine.train.state import Training
 
 
 class Remarks(Hook):

@@ -13,18 +13,16 @@ import math
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from isobatch.core.errors import SpikeError, TrainingError
 from isobatch.engine.optimization.left_out import leave_out, refuse_where_steps_matter
+from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.engine.train.figures import StepFigures
 from isobatch.engine.train.hooks import Hook
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from isobatch.engine.runs.run_folder import RunFolder
-    from isobatch.engine.train.figures import StepFigures
-    from isobatch.engine.train.state import Training
+from isobatch.engine.train.state import Training
 
 WINDOW = 64
 """Steps that a step is compared with, at most."""

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
+from isobatch.engine.distributed.stop_signals import StopFlag
+from isobatch.engine.train.figures import StepFigures
 from isobatch.engine.train.hooks import Hook, Signal
-
-if TYPE_CHECKING:
-    from isobatch.engine.distributed.stop_signals import StopFlag
-    from isobatch.engine.train.figures import StepFigures
-    from isobatch.engine.train.state import Training
+from isobatch.engine.train.state import Training
 
 
 class Stop(Hook):

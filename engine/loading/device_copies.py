@@ -6,29 +6,22 @@ memory does not. A copy to the host is started where the result is made and read
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    import torch
-    from torch import Tensor
+import torch
+from torch import Tensor
 
 
 def to_tensors(arrays: dict[str, np.ndarray], pin: bool) -> dict[str, Tensor]:
     """Host tensors of the arrays, in page-locked memory if `pin`."""
-    import torch
-
     tensors = {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in arrays.items()}
     return {name: t.pin_memory() for name, t in tensors.items()} if pin else tensors
 
 
 def to_device(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """Copy a batch to the device; integers become int64 there, so that fewer bytes are copied."""
-    import torch
-
     moved = {name: t.to(device, non_blocking=True) for name, t in batch.items()}
     narrow = (torch.uint8, torch.uint16, torch.uint32, torch.int8, torch.int16, torch.int32)
     return {name: t.to(torch.int64) if t.dtype in narrow else t for name, t in moved.items()}
@@ -36,8 +29,6 @@ def to_device(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Te
 
 def array_to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """A small array on the device, by way of page-locked memory."""
-    import torch
-
     host = torch.from_numpy(np.ascontiguousarray(array))
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
@@ -49,8 +40,6 @@ class HostCopy:
         self._copied: Any = None
         self._host = tensor.detach()
         if tensor.is_cuda:
-            import torch
-
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._host.copy_(tensor.detach(), non_blocking=True)
             self._copied = torch.cuda.Event()

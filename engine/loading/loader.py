@@ -9,9 +9,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from torch import Tensor
+from torch.utils.data import DataLoader
 
 from isobatch.core.errors import IsobatchError
 from isobatch.core.measures import now
@@ -19,9 +21,6 @@ from isobatch.core.plan import Plan
 from isobatch.data.base import Source
 from isobatch.engine.loading.device_copies import to_tensors
 from isobatch.engine.loading.microbatching import MicroBatch, MicroBatchBudget, cut_batch
-
-if TYPE_CHECKING:
-    from torch import Tensor  # noqa: TC004  heavy, and no class here has flags
 
 LOADER_THREAD = "feed"
 """Name of the thread that fetches where there are no loader processes."""
@@ -188,8 +187,6 @@ class BatchLoader:
 
     def _in_workers(self, start: int, stop: int) -> Iterator[tuple[StepWork, Any]]:
         """The same as `_in_thread`, from the worker processes of a torch DataLoader."""
-        from torch.utils.data import DataLoader
-
         planned: deque[StepWork] = deque()
 
         def rows() -> Iterator[tuple[np.ndarray, int]]:

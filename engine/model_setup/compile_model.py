@@ -7,16 +7,12 @@ DDP reduces and FSDP gathers.
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
+from isobatch.core.plan import Plan
 from isobatch.engine.model_setup.layer_blocks import layer_blocks
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from isobatch.core.plan import Plan
 
 
 def compile_model(model: nn.Module, plan: Plan) -> None:

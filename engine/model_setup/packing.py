@@ -12,20 +12,17 @@ import contextlib
 import inspect
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor, nn
 
 from isobatch.core.errors import UserError
 from isobatch.engine.loading.device_copies import array_to_device
 from isobatch.engine.noise.keyed_attention import repeat_kv_heads
+from isobatch.engine.noise.keyed_noise import KeyedNoise
 from isobatch.models.attention_functions import known_attention, register_attention
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
-
-    from isobatch.engine.noise.keyed_noise import KeyedNoise
 
 NAME = "packed"
 

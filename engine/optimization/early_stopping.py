@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from isobatch.core.recipe import Recipe
-    from isobatch.engine.optimization.schedule import PhaseSchedule
+from isobatch.core.recipe import Recipe
+from isobatch.engine.optimization.schedule import PhaseSchedule
 
 DIGITS = 6
 """Decimal places that metrics are rounded to."""

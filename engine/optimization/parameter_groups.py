@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from isobatch.core.errors import UserError
 from isobatch.core.optimizers import of_recipe
 from isobatch.engine.model_setup.layer_blocks import layer_blocks
+from isobatch.models.base import Task
 from isobatch.models.capabilities import MakesOptimizer, ScalesRates
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
-    from isobatch.models.base import Task
 
 
 def make_optimizer(

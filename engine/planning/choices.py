@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import flags_of
 from isobatch.core.measures import format_duration
 from isobatch.core.plan import PRECISION_WORDS, Invariance, Plan, PlanOptions, Precision, size_of
+from isobatch.core.recipe import Recipe
 from isobatch.engine.machine.hardware import Hardware, gpu_remarks
+from isobatch.engine.planning.calibration import GpuConstants
 from isobatch.engine.planning.cost_model import PlanningCase, run_steps
-
-if TYPE_CHECKING:
-    from isobatch.core.recipe import Recipe
-    from isobatch.engine.planning.calibration import GpuConstants
-    from isobatch.engine.planning.memory_model import ExecutionChoices
-    from isobatch.models.base import ModelSize
+from isobatch.engine.planning.memory_model import ExecutionChoices
+from isobatch.models.base import ModelSize
 
 DeviceKind = Literal["cpu", "cuda", "mps"]
 AttentionKernel = Literal["sdpa", "eager", "flash"]

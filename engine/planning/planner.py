@@ -6,26 +6,23 @@ parallel_layout.py sizes the micro-batch; choices.py makes the choices that need
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from isobatch.core.errors import TrainingError, UserError
+from isobatch.core.facts import Facts
 from isobatch.core.plan import Plan, PlanOptions
+from isobatch.core.recipe import Recipe
 from isobatch.core.strategies import traits_of
+from isobatch.engine.machine.ceilings import Ceilings
+from isobatch.engine.machine.hardware import Hardware
 from isobatch.engine.planning import choices as choose
 from isobatch.engine.planning import parallel_layout as layout
 from isobatch.engine.planning.calibration import MEASURED
+from isobatch.engine.planning.choices import PlanFields
 from isobatch.engine.planning.cost_model import PlanningCase, fixed_tokens, micro_batch_seconds
+from isobatch.engine.planning.parallel_layout import ParallelLayout
+from isobatch.models.base import ModelSize
 from isobatch.models.head_chunks import chunk_bytes
-
-if TYPE_CHECKING:
-    from isobatch.core.facts import Facts
-    from isobatch.core.recipe import Recipe
-    from isobatch.engine.machine.ceilings import Ceilings
-    from isobatch.engine.machine.hardware import Hardware
-    from isobatch.engine.planning.choices import PlanFields
-    from isobatch.engine.planning.parallel_layout import ParallelLayout
-    from isobatch.models.base import ModelSize
-
 
 UNCALIBRATED = "uncalibrated: fitted to published figures, no measurement of ours stands behind it"
 

@@ -13,7 +13,9 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from isobatch.core import atomic_files
 from isobatch.core.atomic_files import rows_in
@@ -21,12 +23,8 @@ from isobatch.core.errors import TrainingError
 from isobatch.engine.checkpointing.checkpoint import recorded_digest
 from isobatch.engine.runs.ledger import append_step
 from isobatch.engine.runs.log_reader import last_row_before
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from isobatch.engine.runs.run_folder import RunFolder
-    from isobatch.engine.runs.summary import Progress
+from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.engine.runs.summary import Progress
 
 LEFT_OUT = "left_out"
 """Field of the row that stands in the place of a step that the run leaves out."""

@@ -19,24 +19,21 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from isobatch.core.errors import TrainingError
 from isobatch.core.package import load
+from isobatch.core.plan import Plan
 from isobatch.core.strategies import traits_of
 from isobatch.engine.checkpointing import portable_state
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint, SharedReader
 from isobatch.engine.checkpointing.portable_state import HOOK, WEIGHT, Held, TensorEntry, TensorPiece
+from isobatch.engine.distributed.communicator import Communicator
 from isobatch.engine.optimization.parameter_groups import SHARE
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
-    from isobatch.core.plan import Plan
-    from isobatch.engine.distributed.communicator import Communicator
 
 MakeOptimizer = Callable[["nn.Module"], "Optimizer"]
 HookTensors = Mapping[str, Mapping[str, Tensor]]

@@ -7,22 +7,19 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.extras import need
 from isobatch.core.package import ROOT
+from isobatch.core.plan import Plan, StrategyName
+from isobatch.engine.distributed.communicator import Communicator
 from isobatch.engine.model_setup.layer_blocks import layer_blocks
-
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.optim import Optimizer
-
-    from isobatch.core.plan import Plan, StrategyName
-    from isobatch.engine.distributed.communicator import Communicator
 
 CONFIGS = ROOT / "configs" / "deepspeed"
 OWN_CONFIG = "ACCELERATE_DEEPSPEED_CONFIG_FILE"

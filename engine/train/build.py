@@ -14,18 +14,23 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from isobatch.core.facts import Facts
+from isobatch.core.plan import Plan
+from isobatch.core.recipe import Recipe
 from isobatch.core.strategies import traits_of
 from isobatch.core.terminal import doing
+from isobatch.data.base import Source
 from isobatch.data.digests import PreparedFolder
 from isobatch.engine.checkpointing import portable_state
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint, open_on_all
 from isobatch.engine.checkpointing.weight_files import load_start_weights, open_start
+from isobatch.engine.distributed.communicator import Communicator
 from isobatch.engine.loading.device_copies import to_device, to_tensors
 from isobatch.engine.loading.sampler import make_sampler
 from isobatch.engine.model_setup.compile_model import compile_model
@@ -41,15 +46,8 @@ from isobatch.engine.train.loop import run_phase
 from isobatch.engine.train.state import Binding, StepLayout, Training
 from isobatch.engine.train.teacher_cache import samples_used, with_teacher_outputs
 from isobatch.models.attention_functions import unregister_attention
+from isobatch.models.base import Batch, Teacher
 from isobatch.models.capabilities import BeginsPhase, HasTeacher, KeepsRows, MatchesShapes, build_model
-
-if TYPE_CHECKING:
-    from isobatch.core.facts import Facts
-    from isobatch.core.plan import Plan
-    from isobatch.core.recipe import Recipe
-    from isobatch.data.base import Source
-    from isobatch.engine.distributed.communicator import Communicator
-    from isobatch.models.base import Batch, Teacher
 
 CALIBRATION_BATCH = 32
 """Samples per batch given to a task's `begin_phase`."""

@@ -8,28 +8,26 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from isobatch.core.errors import TrainingError, UserError
+from isobatch.core.plan import Plan
 from isobatch.core.terminal import doing
+from isobatch.data.base import Source
+from isobatch.engine.distributed.communicator import Communicator
 from isobatch.engine.loading.device_copies import array_to_device, to_device, to_tensors
 from isobatch.engine.loading.loader import micro_batch_budget
 from isobatch.engine.loading.microbatching import cut_batch
 from isobatch.engine.loading.permutation import shuffle
 from isobatch.engine.model_setup.compile_model import uncompiled
 from isobatch.engine.noise.keyed_noise import KeyedNoise
+from isobatch.engine.train.state import Training
 from isobatch.models.base import Rows, StepContext, Sum
 from isobatch.models.capabilities import Answers
-
-if TYPE_CHECKING:
-    from isobatch.core.plan import Plan
-    from isobatch.data.base import Source
-    from isobatch.engine.distributed.communicator import Communicator
-    from isobatch.engine.train.state import Training
 
 FEW_SAMPLES = 200
 """Held-out samples of which no part is measured: an accuracy of 200 is known to 7 points already."""

@@ -16,12 +16,12 @@ import numpy as np
 
 from isobatch.core.atomic_files import rows_in
 from isobatch.core.errors import UserError
-from isobatch.engine.loading.device_copies import HostCopy
-from isobatch.engine.loading.loader import LoadedStep
 from isobatch.models.base import Change
 from isobatch.models.capabilities import RecordsFigures
 
 if TYPE_CHECKING:
+    from isobatch.engine.loading.device_copies import HostCopy  # noqa: TC004  heavy, and no class here has flags
+    from isobatch.engine.loading.loader import LoadedStep  # noqa: TC004
     from isobatch.engine.train.state import Training
 
 

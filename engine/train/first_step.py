@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,16 +14,14 @@ from torch import Tensor, nn
 
 from isobatch.core.atomic_files import NOT_FINITE
 from isobatch.core.errors import TrainingError
+from isobatch.engine.distributed.communicator import Communicator
 from isobatch.engine.loading.device_copies import to_device
+from isobatch.engine.loading.loader import LoadedStep
 from isobatch.engine.model_setup.compile_model import uncompiled
 from isobatch.engine.runs.gpu_monitor import READINGS
 from isobatch.engine.train.figures import FIELDS
 from isobatch.engine.train.state import StepLayout, Training, generator_states, has_drawn
 from isobatch.models.base import Loss
-
-if TYPE_CHECKING:
-    from isobatch.engine.distributed.communicator import Communicator
-    from isobatch.engine.loading.loader import LoadedStep
 
 EXPECTED = "return {name: Loss(sum, unit)}"
 RESERVED = {*FIELDS, *READINGS, "memory_bytes", "mfu", "split", "final", "invariance", "seal"} - {"loss"}

@@ -9,28 +9,25 @@ from __future__ import annotations
 import gc
 import resource
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from isobatch.core.errors import OutOfMemoryError
+from isobatch.core.plan import Plan
 from isobatch.core.strategies import traits_of
 from isobatch.core.terminal import doing
+from isobatch.data.base import Source
 from isobatch.engine.loading.device_copies import to_device, to_tensors
 from isobatch.engine.loading.loader import micro_batch_budget
 from isobatch.engine.planning.memory_model import mean_state_bytes
 from isobatch.engine.planning.planner import with_smaller_budget
 from isobatch.engine.runs.classify_errors import classify
 from isobatch.engine.runs.peak_memory import reset_peak
+from isobatch.engine.train.build import Builder
 from isobatch.engine.train.first_step import check_loss_form
-
-if TYPE_CHECKING:
-    from isobatch.core.plan import Plan
-    from isobatch.data.base import Source
-    from isobatch.engine.train.build import Builder
-    from isobatch.engine.train.state import Training
-    from isobatch.models.base import Batch
+from isobatch.engine.train.state import Training
+from isobatch.models.base import Batch
 
 _CHUNK = 1 << 20
 """Samples whose lengths are read at a time."""

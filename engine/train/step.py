@@ -11,25 +11,23 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from isobatch.core.errors import TrainingError
+from isobatch.engine.distributed.communicator import Communicator
 from isobatch.engine.loading.device_copies import HostCopy, to_device
+from isobatch.engine.loading.loader import LoadedStep
 from isobatch.engine.optimization.schedule import learning_rate
 from isobatch.engine.train.figures import StepOutput
 from isobatch.engine.train.first_step import agree_on_names, check_loss_form
+from isobatch.engine.train.hooks import Hooks
 from isobatch.engine.train.state import StepLayout, Training
+from isobatch.models.base import Batch, Loss
 from isobatch.models.capabilities import MeasuresBatch, SeesGradients
-
-if TYPE_CHECKING:
-    from isobatch.engine.distributed.communicator import Communicator
-    from isobatch.engine.loading.loader import LoadedStep
-    from isobatch.engine.train.hooks import Hooks
-    from isobatch.models.base import Batch, Loss
 
 FIRST = np.zeros(1, np.int64)
 """The place in the batch that a dummy micro-batch says it has."""

@@ -11,24 +11,22 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import TrainingError, UserError
+from isobatch.core.facts import Facts
 from isobatch.core.terminal import doing
 from isobatch.data.base import Source
 from isobatch.data.preparation.encoding import text_hash
+from isobatch.engine.distributed.communicator import Communicator
 from isobatch.engine.loading.device_copies import to_device, to_tensors
-
-if TYPE_CHECKING:
-    from isobatch.core.facts import Facts
-    from isobatch.engine.distributed.communicator import Communicator
-    from isobatch.engine.loading.sampler import Sampler
-    from isobatch.engine.optimization.schedule import PhaseSchedule
-    from isobatch.models.base import Teacher
+from isobatch.engine.loading.sampler import Sampler
+from isobatch.engine.optimization.schedule import PhaseSchedule
+from isobatch.models.base import Teacher
 
 BATCH = 64
 """Samples per forward pass of the teacher."""

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -37,6 +36,7 @@ from isobatch.engine.hooks.spikes import Spikes
 from isobatch.engine.hooks.stop import Stop
 from isobatch.engine.machine.detect import allowed_cpus, cpu_model
 from isobatch.engine.optimization.left_out import is_consistent, left_out_steps
+from isobatch.engine.optimization.schedule import PhaseSchedule
 from isobatch.engine.planning.estimate import evaluation_seconds
 from isobatch.engine.registry import TASKS
 from isobatch.engine.runs.metrics_log import MetricsLog
@@ -50,12 +50,9 @@ from isobatch.engine.train.first_step import preserve_state
 from isobatch.engine.train.hooks import Hook, Hooks
 from isobatch.engine.train.loop import run_phase
 from isobatch.engine.train.memory_probe import probe_memory
+from isobatch.engine.train.state import Training
 from isobatch.engine.trainer.finish import finish, stop
 from isobatch.models.capabilities import monitor_of
-
-if TYPE_CHECKING:
-    from isobatch.engine.optimization.schedule import PhaseSchedule
-    from isobatch.engine.train.state import Training
 
 TRIED_SAMPLES = 64
 """Held-out samples with which a user's own task is tried before its first step."""

@@ -6,7 +6,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import TrainingError, UserError
@@ -15,16 +15,14 @@ from isobatch.data.base import fingerprint
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint, recorded_digest
 from isobatch.engine.checkpointing.digests import bytes_digest
 from isobatch.engine.hooks.data_guard import DATA_WRITTEN
+from isobatch.engine.loading.sampler import Sampler
 from isobatch.engine.optimization.left_out import left_out_steps, until
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.ledger import read_ledger
+from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.summary import before_training, changed_fields
 from isobatch.engine.verification.log_audit import LogRecord, WrongRecordError, check
 from isobatch.engine.verification.run_order import RunOrder
-
-if TYPE_CHECKING:
-    from isobatch.engine.loading.sampler import Sampler
-    from isobatch.engine.runs.run_folder import RunFolder
 
 DERIVED_DECISIONS = ("best checkpoint", "early stop")
 """Decisions that follow from the logged evaluations."""

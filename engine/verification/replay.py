@@ -10,11 +10,13 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from isobatch.core.errors import TrainingError
+from isobatch.core.plan import Plan
+from isobatch.core.recipe import Recipe
 from isobatch.engine.checkpointing import checkpoint, portable_state
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
 from isobatch.engine.checkpointing.portable_state import WEIGHT, TensorPiece
@@ -22,6 +24,7 @@ from isobatch.engine.distributed.communicator import Communicator
 from isobatch.engine.hooks.checkpoint import installed_versions
 from isobatch.engine.optimization.early_stopping import EarlyStopping
 from isobatch.engine.optimization.left_out import left_out_steps
+from isobatch.engine.optimization.schedule import PhaseSchedule
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 from isobatch.engine.train.build import Builder
@@ -29,17 +32,10 @@ from isobatch.engine.train.evaluate import at_least_few, evaluate, host_batches
 from isobatch.engine.train.figures import LossAndNorm, StepFigures, StepRow, step_rows
 from isobatch.engine.train.hooks import Hook, Hooks, Seen, Signal
 from isobatch.engine.train.loop import run_phase
+from isobatch.engine.train.state import Training
 from isobatch.engine.verification.compare_export import compare_export
 from isobatch.engine.verification.windows import INITIAL, Job, Redone, Window, redone_step
 from isobatch.models.capabilities import monitor_of
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from isobatch.core.plan import Plan
-    from isobatch.core.recipe import Recipe
-    from isobatch.engine.optimization.schedule import PhaseSchedule
-    from isobatch.engine.train.state import Training
 
 FAR = 0.1
 """Share of what is allowed that few elements differ by: those whose gradient is rounding alone."""

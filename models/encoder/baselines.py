@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from isobatch.core.extras import has
+from isobatch.core.facts import Facts
 from isobatch.models import saving
+from isobatch.models.base import Batch
 from isobatch.models.encoder import evaluation, problems
-
-if TYPE_CHECKING:
-    from isobatch.core.facts import Facts
-    from isobatch.models.base import Batch
-    from isobatch.models.encoder.class_metrics import Predictions
-    from isobatch.models.protocols import Batches, ReportRow
+from isobatch.models.encoder.class_metrics import Predictions
+from isobatch.models.protocols import Batches, ReportRow
 
 FEWEST = 30
 """Held-out samples from which a paired test can tell a good model from a constant answer."""

@@ -10,18 +10,16 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from isobatch.core.errors import ExportError, UserError
+from isobatch.core.facts import Facts
 from isobatch.models.encoder import evaluation, export, problems
-
-if TYPE_CHECKING:
-    from isobatch.core.facts import Facts
-    from isobatch.models.encoder.evaluation import Predictions
-    from isobatch.models.encoder.problems import Problem
-    from isobatch.models.protocols import Batches
+from isobatch.models.encoder.evaluation import Predictions
+from isobatch.models.encoder.problems import Problem
+from isobatch.models.protocols import Batches
 
 DYNAMIC, STATIC = "onnx-dynamic", "onnx-static"
 CALIBRATION_TEXTS, LEAST_TEXTS = 256, 32

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from isobatch.core import atomic_files
 from isobatch.core.terminal import doing
+from isobatch.models.protocols import Batches
 from isobatch.models.recommendation import ranking
 from isobatch.models.recommendation.classics import CLASSICS, Arrays, Settings, TrainingPairs, als_users
 from isobatch.models.recommendation.network import spans
@@ -32,11 +34,6 @@ from isobatch.models.recommendation.recommendations import (
     POPULARITY,
     standardized,
 )
-
-if TYPE_CHECKING:
-    from isobatch.models.base import Batch
-
-    Batches = Callable[[], Iterable[Batch]]
 
 METRICS = ("hr", "ndcg", "mrr")
 BLEND_WEIGHTS = (0.1, 0.3, 0.5, 0.7, 0.9)
@@ -117,8 +114,6 @@ def _ndcg(net: Any, scorer: ranking.Scorer, batches: Batches, k: int) -> float:
 
 def _fitted(net: Any, validation: Batches | None, k: int, earlier: Path | None) -> dict[str, Fitted]:
     """Each classic as it ranks best among all items; without `validation` with the first of its settings."""
-    from safetensors import safe_open
-
     chosen: dict[str, int] = {}
     if earlier is not None and (kept := earlier / BASELINES_FILE).is_file():
         with safe_open(kept, "pt") as file:
@@ -182,8 +177,6 @@ def _write(final: Path, net: Any, fitted: Mapping[str, Fitted], best: str) -> No
 
 def _read(final: Path) -> tuple[dict[str, Arrays], str]:
     """(the baselines with arrays that a trained model keeps, the best of all)"""
-    from safetensors import safe_open
-
     found: dict[str, Arrays] = {}
     with safe_open(final / BASELINES_FILE, "pt") as file:
         for key in file.keys():  # noqa: SIM118  it is no mapping

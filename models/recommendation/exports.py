@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,11 +12,9 @@ from torch import Tensor, nn
 
 from isobatch.core.errors import ExportError, UserError
 from isobatch.core.extras import has
+from isobatch.models.protocols import Batches
 from isobatch.models.recommendation.recommendations import CONFIG_FILE, VECTORS_FILE, open_recommendations
 from isobatch.models.recommendation.sequence import SequenceEncoder
-
-if TYPE_CHECKING:
-    from isobatch.models.protocols import Batches
 
 TOLERANCE = 1e-3
 """Largest difference of an exported score, of the largest score where that is above 1."""

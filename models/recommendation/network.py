@@ -5,16 +5,15 @@ Letters: B users, k items of a user, S items shared by all users, n users or ite
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear  # x[i] would add up gradients in any order
 
-if TYPE_CHECKING:
-    from isobatch.models.recommendation.catalogue import Catalogue
-    from isobatch.models.recommendation.text_encoder import TextEncoder
+from isobatch.models.recommendation.catalogue import Catalogue
+from isobatch.models.recommendation.text_encoder import TextEncoder
 
 PARTS = {
     **dict.fromkeys(("user_meta_proj", "item_meta_proj"), "projection"),

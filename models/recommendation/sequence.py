@@ -6,18 +6,16 @@ whose next item is scored, M items, d = dim.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, relu
 
 from isobatch.models.causal_block import CausalBlock
+from isobatch.models.recommendation.catalogue import Catalogue
 from isobatch.models.recommendation.network import ID_INIT_STD, RecommenderNet
-
-if TYPE_CHECKING:
-    from isobatch.models.recommendation.catalogue import Catalogue
-    from isobatch.models.recommendation.text_encoder import TextEncoder
+from isobatch.models.recommendation.text_encoder import TextEncoder
 
 USERS_AT_ONCE = 1024
 """Users whose vectors are computed together."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,10 +20,8 @@ from isobatch.core.atomic_files import shared_folder
 from isobatch.core.errors import UserError
 from isobatch.models import hub
 from isobatch.models.activations import fuse_gelu
+from isobatch.models.recommendation.catalogue import Catalogue
 from isobatch.models.recommendation.model_size import CHUNK_TOKENS
-
-if TYPE_CHECKING:
-    from isobatch.models.recommendation.catalogue import Catalogue
 
 LORA_TARGETS = ("c_attn", "query", "value", "q_proj", "v_proj", "q_lin", "v_lin", "query_key_value", "q", "v")
 """Names of attention projections in the model families."""

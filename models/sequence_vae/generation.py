@@ -6,17 +6,15 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from isobatch.core.errors import UserError
+from isobatch.models.sequence_vae.monitor import Posterior
 from isobatch.models.sequence_vae.network import NetworkConfig, VAENetwork
-
-if TYPE_CHECKING:
-    from isobatch.models.sequence_vae.monitor import Posterior
 
 ROWS_AT_A_TIME = 64
 """Rows that are encoded together."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 from isobatch.core.errors import refuse
 from isobatch.core.number_ranges import Fraction, Positive, Probability, Rate
 from isobatch.core.package import table_beside
-from isobatch.models import hub
+from isobatch.models import hub, saving
 from isobatch.models.base import Batch, Change, Loss, ModelSize, Phase, Rows, StepContext, Sum, Task
 from isobatch.models.head_chunks import CHUNK_BYTES
 from isobatch.models.model_card import ModelDescription
@@ -314,8 +314,6 @@ class SequenceVAE(Task):
     def export(self, model: Any, folder: Path, facts: Facts) -> None:
         """model.safetensors (encoder and decoder), config.json, and tokenizer.json of a text's."""
         from safetensors.torch import save_file
-
-        from isobatch.models import saving
 
         weights = {k: v for k, v in model.state_dict().items() if k.split(".")[0] in ("encoder", "decoder")}
         save_file({k: v.contiguous() for k, v in weights.items()}, folder / "model.safetensors")
