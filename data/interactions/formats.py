@@ -15,27 +15,19 @@ import numpy as np
 from isobatch.core.errors import UserError
 from isobatch.data import readers
 from isobatch.data.interactions import tables
-from isobatch.data.readers import SPLIT_NAMES, name_columns, open_parquet, require_name
-from isobatch.data.tables.delimited import (
-    ATOMIC,
-    ATOMIC_TYPE,
-    USUAL_COLUMNS,
-    Shape,
-    is_number,
-    numbers,
-    simple_name,
-)
+from isobatch.data.tables import delimited
 
-TABLE_FORMATS = {".csv": "csv", ".tsv": "tsv", ".parquet": "parquet", **dict.fromkeys(ATOMIC, "tsv")}
-TABLE_FORMATS |= {".txt": "txt", ".dat": "txt"}
+_ENDINGS = (".csv", ".tsv", ".parquet", *delimited.ATOMIC, ".txt")
+TABLE_FORMATS = {ending: readers.FORMATS[ending] for ending in _ENDINGS} | {".dat": "txt"}
 SEQUENCES = "sequences"
 """The format of files with one user's items a line."""
 
 
 NUMBERED = ("_id", "_no", "_nr", "_number", "_nummer", "_code")
+_USUAL = delimited.USUAL_COLUMNS["interactions"]
 COLUMNS = {
-    kind: [simple_name(word.replace("*", end)) for word in words for end in NUMBERED]
-    for kind, words in USUAL_COLUMNS["interactions"].items()
+    kind: [delimited.simple_name(word.replace("*", end)) for word in words for end in NUMBERED]
+    for kind, words in _USUAL.items()
 }
 """What is read of an interaction, and an item's title -> the usual names of its column, simplified."""
 READ = ("user", "item", "rating", "time", "quantity", "order")
@@ -43,7 +35,7 @@ READ = ("user", "item", "rating", "time", "quantity", "order")
 UNSPLIT = "interactions ratings log orders sales purchases transactions clicks views plays events reviews"
 UNSPLIT += " bestellungen auftraege verkaeufe"
 """Words in the name of a file that holds all interactions, not yet split."""
-SIDES = {s: {re.sub(r"_id|[*]", "", w) for w in USUAL_COLUMNS["interactions"][s]} for s in ("user", "item")}
+SIDES = {side: {re.sub(r"_id|[*]", "", word) for word in _USUAL[side]} for side in ("user", "item")}
 """Names of the tables of texts, without a plural's s: those of the columns that join them."""
 PROSE = ("readme", "license", "licence", "source", "sources", "notice", "citation", "changelog", "about")
 """Names of text files that describe data."""
@@ -86,7 +78,7 @@ class FolderFormat(NamedTuple):
 
 def usual_column(kind: str, available: Iterable[str]) -> str | None:
     """The column that is `kind` of COLUMNS, as its name says: customer_id, Customer-ID, customerId."""
-    found = {simple_name(name): name for name in reversed([*available])}
+    found = {delimited.simple_name(name): name for name in reversed([*available])}
     shopify = ("name",) * (kind == "order" and "lineitemname" in found)
     return next((found[name] for name in (*shopify, *COLUMNS[kind]) if name in found), None)
 
@@ -163,7 +155,7 @@ def _split_from_name(file: Path, folder: Path) -> str | None:
     words = re.split(r"[^a-z]+", f"{file.relative_to(folder).parent} {stem}".lower())
     if {*words}.intersection(UNSPLIT.split()):
         return "all"
-    found = (split for split in SPLIT_NAMES for word in words if word in (split, f"{split}ation"))
+    found = (split for split in readers.SPLIT_NAMES for word in words if word in (split, f"{split}ation"))
     return next(found, "all" if atomic else None)
 
 
@@ -181,7 +173,7 @@ def read_tables(path: Path, file_format: str | None, options: Any) -> RawInterac
     """
     files, notes = find_tables(path, file_format), list[str]()
     texts: dict[str, dict[str, ItemText]] = {"user": {}, "item": {}}
-    splits: dict[str, list[Path]] = {split: [] for split in ("all", *SPLIT_NAMES)}
+    splits: dict[str, list[Path]] = {split: [] for split in ("all", *readers.SPLIT_NAMES)}
     for file in files:
         if path.is_dir() and (side := _side_of(file)):
             texts[side] = _texts_by_id(file, side, notes)
@@ -228,16 +220,16 @@ def _open_interactions(file: Path, file_format: str | None, options: Any, notes:
     asked: dict[str, str | None] = {name: getattr(options, f"{name}_column") for name in READ}
     form = _named(file)[2] if file_format in (None, SEQUENCES) else file_format
     if form == "parquet":
-        with open_parquet(file) as table:
-            names = {ATOMIC_TYPE.sub("", name): name for name in table.schema_arrow.names}
+        with readers.open_parquet(file) as table:
+            names = {delimited.ATOMIC_TYPE.sub("", name): name for name in table.schema_arrow.names}
         columns = _choose_columns(file, [*names], asked, notes)
         return tables.parquet_table(file, {name: names[c] for name, c in columns.items()}, [*names])
-    given = [simple_name(n) for n in asked.values() if n and not n.isdecimal()]
+    given = [delimited.simple_name(n) for n in asked.values() if n and not n.isdecimal()]
     known = {*given, *itertools.chain(*(COLUMNS[name] for name in READ))}
     shape = tables.shape_to_stream(file, str(form), asked.values(), known)
     if not shape.names:
         raise UserError(f"{file}: is empty: leave it out")
-    is_table = shape.even or known & {*map(simple_name, shape.names)}
+    is_table = shape.even or known & {*map(delimited.simple_name, shape.names)}
     if file_format == SEQUENCES or (not is_table and tables.are_sequences(file)):
         return tables.sequence_table(file, asked["user"], notes)
     notes += [note for note in shape.notes if note not in notes]
@@ -245,7 +237,7 @@ def _open_interactions(file: Path, file_format: str | None, options: Any, notes:
     return tables.delimited_table(file, shape, _choose_columns(file, shape.names, asked, notes))
 
 
-def _by_place(shape: Shape) -> dict[str, str | None]:
+def _by_place(shape: delimited.Shape) -> dict[str, str | None]:
     """What the columns of a table without names are, by their numbers: user, item, rating, time.
 
     Of a third and a fourth the one with seconds since 1970 or dates is the time, else the fourth. More or
@@ -255,7 +247,7 @@ def _by_place(shape: Shape) -> dict[str, str | None]:
         return {}
     others = dict(zip("34", [*zip(*shape.rows, strict=False)][2:], strict=False))
     times = [n for n, column in others.items() if all(map(tables.TIME_CELL.match, column))]
-    numbers = [n for n, column in others.items() if all(map(is_number, column))]
+    numbers = [n for n, column in others.items() if all(map(delimited.is_number, column))]
     time = next(iter(times[-1:] or numbers[1:]), None)
     return {"user": "1", "item": "2", "time": time, "rating": next((n for n in numbers if n != time), None)}
 
@@ -274,10 +266,10 @@ def _choose_columns(
             continue
         flag = f"--{name}-column"
         if column is None:
-            wanted, has = f"{name}_id or {name}", name_columns(available)
+            wanted, has = f"{name}_id or {name}", readers.name_columns(available)
             rows = "; --format sequences reads a user's items a line" * all(map(str.isdecimal, available))
             raise UserError(f"{file}: has no column {wanted}; {flag} says which{rows}; it has: {has}")
-        require_name(column, available, file, flag)
+        readers.require_name(column, available, file, flag)
         chosen[name] = column
     renamed = [f"{column} as {name}" for name, column in chosen.items() if column != name]
     unread = [name for name in available if name not in chosen.values()]
@@ -304,8 +296,8 @@ def _texts_by_id(file: Path, side: str, notes: list[str]) -> dict[str, ItemText]
         raise UserError(f"{file}: its first row names no columns ({some}): give it a header")
     others = [name for name in columns if name != key]
     title = usual_column("title", columns) or [*others, key][0]
-    numeric = {n for n in others if {*map(type, numbers(columns[n]))} == {float}}
-    numeric |= {n for n in others if simple_name(n) in COLUMNS["amount"]}
+    numeric = {n for n in others if {*map(type, delimited.numbers(columns[n]))} == {float}}
+    numeric |= {n for n in others if delimited.simple_name(n) in COLUMNS["amount"]}
     said = [n for n in others if side == "user" or n == title or n not in numeric]
     unread = [n for n in others if n not in said][:8]
     read = f"read {key} as {side}" + f", {', '.join(said)} as text" * bool(said)

@@ -26,7 +26,7 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.package import cache_folder
 from isobatch.data.base import Column, Columns, Ragged, load, save
-from isobatch.data.streaming.shards import Extent
+from isobatch.data.streaming.shards import Extent, Rows, Shard
 from isobatch.data.streaming.store import StoredObject
 
 FOLDER = "ISOBATCH_STREAM_CACHE"
@@ -51,6 +51,11 @@ class GroupPlace(NamedTuple):
     first: int = 0
     """The rows from `first` to `stop` belong to the split: all, but where a border of splits is inside."""
     stop: int = TO_THE_END
+
+    def rows_of(self, shard: Shard) -> Rows:
+        """The rows of the group, from its shard."""
+        rows = shard.rows(self.extent)
+        return rows[self.first : len(rows) if self.stop == TO_THE_END else self.stop]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

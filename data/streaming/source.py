@@ -22,14 +22,7 @@ from isobatch.data.base import WEIGHT, Column, Columns, NoSamplesError, Ragged, 
 from isobatch.data.cleaning import CLEANING_VERSION, CleaningStep
 from isobatch.data.corpora import Corpus
 from isobatch.data.digests import file_hash
-from isobatch.data.streaming.groups import (
-    TO_THE_END,
-    GroupCache,
-    GroupPlace,
-    GroupTable,
-    cache_name,
-    group_digest,
-)
+from isobatch.data.streaming.groups import GroupCache, GroupTable, cache_name, group_digest
 from isobatch.data.streaming.shards import Rows, Shard, shard_of
 from isobatch.data.streaming.store import Store, changed_object
 from isobatch.data.text import chat_templates
@@ -215,7 +208,7 @@ class StreamedSource(Source):
         place = self.table.place(group)
         shard = self._shard_of(place.shard)
         address = shard.stored.address
-        columns = self.encoder.encode(rows_of_group(shard, place), address)[0]
+        columns = self.encoder.encode(place.rows_of(shard), address)[0]
         if group_digest(columns) != digest:
             self._store.require_unchanged(shard.stored)
             raise changed_object(address, " (or the library tokenizers has another version)")
@@ -225,9 +218,3 @@ class StreamedSource(Source):
         """A shard, which is asked for its size and version before it is first read."""
         self._store.require_unchanged(self.table.shards[number])
         return shard_of(self._store, self.table.shards[number], self.encoder.columns)
-
-
-def rows_of_group(shard: Shard, place: GroupPlace) -> Rows:
-    """The rows of a group, from its shard."""
-    rows = shard.rows(place.extent)
-    return rows[place.first : len(rows) if place.stop == TO_THE_END else place.stop]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from isobatch.core import hub_cache
@@ -20,9 +20,6 @@ from isobatch.core.errors import IsobatchError, TrainingError, UserError, explai
 from isobatch.core.extras import need
 from isobatch.core.flags import nearest_hint
 from isobatch.core.measures import printable
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
 
 T = TypeVar("T")
 REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
@@ -252,7 +249,7 @@ class ObjectFile(io.RawIOBase):
     def __init__(self, store: Store, stored: StoredObject) -> None:
         self._store, self._object, self._at = store, stored, 0
 
-    def readinto(self, buffer: Buffer) -> int:
+    def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer)
         stop = min(self._object.size, self._at + len(view))
         count = max(0, stop - self._at)

@@ -17,7 +17,7 @@ from isobatch.data import chat_formats, tokenizers
 from isobatch.data.streaming import index, store
 from isobatch.data.streaming.groups import GroupCache, GroupTable, groups_folder
 from isobatch.data.streaming.shards import Rows, shard_of
-from isobatch.data.streaming.source import VERSION, StreamedSource, TextGroupEncoder, rows_of_group
+from isobatch.data.streaming.source import VERSION, StreamedSource, TextGroupEncoder
 from isobatch.data.streaming.store import Store, StoredObject
 from isobatch.data.text import chat_templates
 from isobatch.data.text.dataset import Text
@@ -109,7 +109,7 @@ class StreamedText(Text):
         rows: dict[str, Rows] = {}
         for table in (GroupTable.open(folder / split) for split in ("train", "valid")):
             shard = shard_of(Store(), table.shards[table.place(0).shard], encoder.columns)
-            rows["valid" if rows else "train"] = rows_of_group(shard, table.place(0))
+            rows["valid" if rows else "train"] = table.place(0).rows_of(shard)
         found = encoder.text_set(rows, self.recipe.data)
         found.bind_tokenizer(encoder.tokenization)
         for split in found.splits:

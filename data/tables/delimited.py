@@ -30,10 +30,9 @@ HAS_DIGIT = re.compile(r"\d")
 ATOMIC_TYPE = re.compile(":(token|float)(_seq)?$")
 
 
-_USUAL_COLUMNS = table_beside(__file__, "usual_columns")
 USUAL_COLUMNS = {
     kind: {name: tuple(words.split()) for name, words in named.items()}
-    for kind, named in _USUAL_COLUMNS.items()
+    for kind, named in table_beside(__file__, "usual_columns").items()
 }
 """Kind of data -> what is read -> the usual names of its column."""
 

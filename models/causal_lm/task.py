@@ -22,18 +22,11 @@ from isobatch.core.number_ranges import AboveZero, Count, Positive, Share
 from isobatch.core.package import table_beside
 from isobatch.models import hub, lora, saving
 from isobatch.models.base import Batch, Loss, ModelSize, Rows, StepContext, Sum, Task, Teacher
-from isobatch.models.causal_lm import (
-    adapter_sizes,
-    adapters,
-    answers,
-    distillation,
-    generation,
-    known_models,
-    model_sizes,
-    perplexity,
-)
+from isobatch.models.causal_lm import adapters, answers, distillation, generation, known_models, model_sizes
+from isobatch.models.causal_lm.adapter_sizes import with_smaller
 from isobatch.models.causal_lm.generation import Sampling, TextStream
 from isobatch.models.causal_lm.model_sizes import PRESETS
+from isobatch.models.causal_lm.perplexity import metrics as perplexity_metrics
 from isobatch.models.model_card import ModelDescription, usage_lines
 
 if TYPE_CHECKING:
@@ -184,7 +177,7 @@ class OnLanguageModel(Task):
         shape = model_sizes.shape_of(config, opened, self.options.remote_code)
         if self.model_name in PRESETS:
             return shape.size
-        return adapter_sizes.with_smaller(shape, self.options)
+        return with_smaller(shape, self.options)
 
 
 class LanguageModelTask(OnLanguageModel):
@@ -429,7 +422,7 @@ class CausalLM(LanguageModelTask):
 
     def metrics(self, parts: Mapping[str, Any], split: str, facts: Facts) -> dict[str, Any]:
         stride = self.recipe.options.get("stride") or self.recipe.max_length
-        return perplexity.metrics(parts, split, facts.extra, stride)
+        return perplexity_metrics(parts, split, facts.extra, stride)
 
 
 def _targets(batch: Batch) -> Tensor:

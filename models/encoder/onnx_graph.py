@@ -25,13 +25,8 @@ from isobatch.core.errors import ExportError
 from isobatch.core.extras import need
 from isobatch.models import saving
 from isobatch.models.attention_functions import register_attention
-from isobatch.models.encoder import encoders
-from isobatch.models.encoder.quantization import (
-    ActivationQuantizer,
-    QuantEmbedding,
-    QuantLinear,
-    quantize_rows,
-)
+from isobatch.models.encoder import encoders, quantization
+from isobatch.models.encoder.quantization import ActivationQuantizer, QuantEmbedding, QuantLinear
 
 OPSET = 21
 """The first opset with INT4."""
@@ -240,7 +235,7 @@ class _Embedding(nn.Module):
 
     def __init__(self, embedding: QuantEmbedding) -> None:
         super().__init__()
-        levels, scales = quantize_rows(embedding.weight.detach(), embedding.bits)
+        levels, scales = quantization.quantize_rows(embedding.weight.detach(), embedding.bits)
         self.name = INT4_LEVELS if embedding.bits == 4 else "levels"
         self.register_buffer(self.name, levels.to(torch.int8))
         self.scales = nn.Buffer(scales)

@@ -20,20 +20,10 @@ from torch import Tensor
 from isobatch.core import atomic_files
 from isobatch.core.terminal import doing
 from isobatch.models.protocols import Batches
-from isobatch.models.recommendation import ranking
+from isobatch.models.recommendation import ranking, recommendations
 from isobatch.models.recommendation.classics import CLASSICS, Arrays, Settings, TrainingPairs, als_users
 from isobatch.models.recommendation.network import spans
-from isobatch.models.recommendation.recommendations import (
-    ALS,
-    BASELINES,
-    BASELINES_FILE,
-    BLEND,
-    EASE,
-    KNN,
-    MODEL,
-    POPULARITY,
-    standardized,
-)
+from isobatch.models.recommendation.recommendations import ALS, BASELINES_FILE, BLEND, EASE, MODEL, POPULARITY
 
 METRICS = ("hr", "ndcg", "mrr")
 BLEND_WEIGHTS = (0.1, 0.3, 0.5, 0.7, 0.9)
@@ -122,7 +112,7 @@ def _fitted(net: Any, validation: Batches | None, k: int, earlier: Path | None) 
     x, found = input_matrix(net, torch.arange(len(net.user_text)), net.trained.cpu()), dict[str, Fitted]()
     data = TrainingPairs(x, x.t().to_sparse_csr(), net.recent.cpu(), int(net.counts.sum()))
     for name, classic in CLASSICS.items():
-        doing(f"fitting {BASELINES[name]}")
+        doing(f"fitting {recommendations.BASELINES[name]}")
         first = int(chosen.get(name, 0))
         which = slice(first, None if validation and name not in chosen else first + 1)
         for number, (settings, arrays) in enumerate(classic.fit(data, which), first):
@@ -170,7 +160,7 @@ def _write(final: Path, net: Any, fitted: Mapping[str, Fitted], best: str) -> No
         x = input_matrix(net, torch.arange(len(net.user_text)), net.starts.diff())
         arrays[f"{ALS}.users"] = als_users(kept[ALS], x)
     # Windows of time are the data's own.
-    numbers = {n: fitted[n].number for n in (KNN, EASE, ALS) if fitted[n].number is not None}
+    numbers = {n: fitted[n].number for n in (recommendations.KNN, EASE, ALS) if fitted[n].number is not None}
     save_file(arrays, final / BASELINES_FILE, {"best": best, "settings": json.dumps(numbers)})
     atomic_files.share_as_umask_allows(final)
 
@@ -198,7 +188,8 @@ def _scorers(net: Any, kept: Mapping[str, Arrays]) -> dict[str, ranking.Scorer]:
     if BLEND in kept:
         shares = [(found[name], float(share)) for name, share in kept[BLEND].items()]
         found[BLEND] = lambda user, inputs: sum(
-            (share * standardized(one(user, inputs)) for one, share in shares), torch.zeros(())
+            (share * recommendations.standardized(one(user, inputs)) for one, share in shares),
+            torch.zeros(()),
         )
     return found
 

@@ -24,15 +24,7 @@ from isobatch.models.causal_lm import model_sizes
 from isobatch.models.causal_lm.model_sizes import PRESETS
 from isobatch.models.model_card import ModelDescription, usage_lines
 from isobatch.models.recommendation import catalogue, model_size, recommendations
-from isobatch.models.recommendation.recommendations import (
-    ALS,
-    BASELINES,
-    BASELINES_FILE,
-    BEST,
-    EASE,
-    MODEL,
-    POPULARITY,
-)
+from isobatch.models.recommendation.recommendations import ALS, BASELINES, EASE, MODEL, POPULARITY
 
 if TYPE_CHECKING:
     from torch import nn
@@ -108,7 +100,7 @@ class Recommender(Task):
 
     Options: ClassVar = RecommenderOptions
     data: ClassVar = "data.interactions.dataset:Interactions"
-    measured_files: ClassVar = (BASELINES_FILE,)
+    measured_files: ClassVar = (recommendations.BASELINES_FILE,)
     follow_ups: ClassVar = (
         "serve {run}{by}",
         "recommend {run}{by} --out lists.csv",
@@ -379,7 +371,7 @@ class Recommender(Task):
         loses = beside and (beside[1] > 0 or best == metrics.get("best_on_validation"))
         return best if self._has_network and loses else ""
 
-    def open_lists(self, final: Path, by: str = BEST) -> recommendations.Recommendations:
+    def open_lists(self, final: Path, by: str = recommendations.BEST) -> recommendations.Recommendations:
         with hub.reading(final):
             return recommendations.open_recommendations(final, by)
 
