@@ -31,13 +31,16 @@ def script(**changes: object) -> command.JobScript:
         "name": "r",
         "runs": {0: Path("/shared/runs/r")},
         "folder": Path("/shared/runs/r/slurm"),
-        "nodes": 2,
-        "extra_options": (("time", "00:03:00"),),
+        "options": asked(),
         "lead": 45,
-        "cpus": 16,
         "start_folder": Path("/home/some one"),
     }
     return command.JobScript(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def asked(**changes: object) -> SlurmOptions:
+    values = {"nodes": 2, "cpus_per_task": 16, "time": "00:03:00", **changes}
+    return SlurmOptions(**values)  # type: ignore[arg-type]
 
 
 def as_sbatch_reads(line: str) -> list[str]:
@@ -64,9 +67,7 @@ def as_sbatch_reads(line: str) -> list[str]:
 
 
 def test_what_a_cluster_person_looks_for() -> None:
-    lines = command.render(
-        script(gpus=8, extra_options=(("time", "00:03:00"), ("partition", "gpu")))
-    ).splitlines()
+    lines = command.render(script(options=asked(gpus_per_node=8, partition="gpu"))).splitlines()
     assert lines[0] == "#!/bin/bash"
     for wanted in (
         "--nodes=2",
@@ -113,9 +114,10 @@ def test_no_name_adds_a_line_or_an_option(name: str, rest: str) -> None:
 )
 def test_paths_reach_bash_as_they_are(name: str) -> None:
     folder = Path("/shared") / name
+    options = asked(setup=folder / "s.sh")
     try:
         text = command.render(
-            script(runs={0: folder}, folder=folder / "slurm", setup=folder / "s.sh", start_folder=folder)
+            script(runs={0: folder}, folder=folder / "slurm", options=options, start_folder=folder)
         )
     except UserError:
         return
@@ -132,9 +134,8 @@ def test_paths_reach_bash_as_they_are(name: str) -> None:
 def test_bash_runs_the_script_of_hostile_paths(tmp_path: Path) -> None:
     folder = tmp_path / 'it\'s $(touch pwned) "`touch pwned`" ; touch pwned'
     folder.mkdir()
-    text = command.render(
-        script(runs={3: folder, 4: Path("/x")}, array="3,4", folder=folder, start_folder=folder)
-    )
+    runs = {3: folder, 4: Path("/x")}
+    text = command.render(script(runs=runs, options=asked(array="3-4"), folder=folder, start_folder=folder))
     text = text.replace("exec ", "printf %s ").replace(" -P -m isobatch job ", " ")
     environment = {"SLURM_ARRAY_TASK_ID": "3", "PATH": "/usr/bin:/bin"}
     done = subprocess.run(["bash"], input=text, cwd=tmp_path, env=environment, capture_output=True, text=True)
@@ -147,8 +148,8 @@ def test_control_characters_are_refused(bad: str) -> None:
     for change in (
         {"name": bad},
         {"folder": Path(bad)},
-        {"extra_options": (("account", bad),)},
-        {"raw_options": (bad,)},
+        {"options": asked(account=bad)},
+        {"options": asked(sbatch=f"--comment={bad}")},
     ):
         with pytest.raises(UserError, match="control character"):
             command.render(script(**change))
@@ -186,8 +187,8 @@ def test_options_that_are_set_already_are_refused(flag: str, text: str) -> None:
 
 
 def test_other_options_are_passed_on() -> None:
-    raw = options.option_words("--sbatch", "--exclusive --comment='a b'")
-    assert '#SBATCH --exclusive "--comment=a b"' in command.render(script(raw_options=raw))
+    more = asked(sbatch="--exclusive --comment='a b'")
+    assert '#SBATCH --exclusive "--comment=a b"' in command.render(script(options=more))
     joined = join_sbatch_value(["--sbatch", "--exclusive --x", "--nodes", "2"])
     assert split_words(joined)[1]["sbatch"] == "--exclusive --x"
     for bad in ("date", "'", ""):
@@ -217,7 +218,7 @@ def test_what_a_node_does_not_see_is_the_first_line_of_its_output(tmp_path: Path
     gone = command.render(script(runs={0: run}, start_folder=tmp_path / "gone"))
     assert "gone: submit from a folder that all nodes share" in bash(gone, tmp_path).stdout
     setup = tmp_path / "set up.sh"
-    text = command.render(script(runs={0: run}, start_folder=tmp_path, setup=setup))
+    text = command.render(script(runs={0: run}, start_folder=tmp_path, options=asked(setup=setup)))
     assert "keep --setup on a file system that all nodes share" in bash(text, tmp_path).stdout
     setup.write_text("false\n")
     assert bash(text, tmp_path).stdout.endswith(f": --setup {setup} failed\n")

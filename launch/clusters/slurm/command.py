@@ -57,23 +57,13 @@ class JobScript:
 
     name: str
     runs: dict[int, Path]
-    """The run of each array task; one run under 0 where `array` is empty."""
+    """The run of each array task; one run under 0 where the options have no --array."""
     folder: Path
     """Folder of the job's output."""
-    nodes: int
+    options: SlurmOptions
+    """As they were given, with the cores and the memory of each node."""
     lead: int
     """Seconds before the time limit at which Slurm sends SIGUSR1."""
-    cpus: int
-    """Per node."""
-    gpus: int = 0
-    """Per node."""
-    gpu_type: str | None = None
-    array: str = ""
-    extra_options: tuple[tuple[str, str], ...] = ()
-    """Further options of sbatch: (name, value), the time limit first."""
-    raw_options: tuple[str, ...] = ()
-    """Words of --sbatch, passed on as they are."""
-    setup: Path | None = None
     environment: tuple[tuple[str, str], ...] = ()
     """Our own variables of the job: where sbatch passes none on (--export=NONE), there are no others."""
     start_folder: Path
@@ -99,13 +89,14 @@ def slurm(words: Sequence[str]) -> int:
             raise UserError("--seed: each task of --array is a seed of its own; leave one out")
         points = parse_sweep([*words, f"--seed={options.array}"], "slurm", SlurmOptions)
     points = [(slurm_options.validated(request, options), swept) for request, swept in points]
-    in_array = bool(options.array) or len(points) > 1
-    if options.parallel and not in_array:
+    if len(points) > 1:
+        options = dataclasses.replace(options, array=array_text(range(len(points)), None))
+    if options.parallel and not options.array:
         raise UserError(f"--parallel {options.parallel}: limits the runs of an array: give several values")
     requests = dict(enumerate(map(labelled, points)))
     name, out = points[0][0].run.name, Path(points[0][0].run.out).expanduser().resolve()
     draft = RunFolder(out / (name or "run"))  # for what no script may hold: nothing is written yet
-    drafted = _script(dict.fromkeys(requests, draft), name, options, in_array)
+    drafted = _script(dict.fromkeys(requests, draft), name, options)
     render(drafted)
     _container(points[0][0], draft.folder, options)
     print_lines(*dict.fromkeys(note for request in requests.values() for note in request.notes))
@@ -115,17 +106,17 @@ def slurm(words: Sequence[str]) -> int:
         way = f"Slurm refuses the job or never starts it; give --time {most}"
         print_lines(f"--time {options.time}: {where} grants {most}: {way}")
     if options.hardware:  # a plan that is refused makes nothing
-        _show_plan(requests[0], find_or_create(requests[0], makes=False), drafted, options, quiet=True)
+        _show_plan(requests[0], find_or_create(requests[0], makes=False), drafted, quiet=True)
     if options.submit and (silent := client.job_states(["1"]).get("1")) and silent.stage == "unknown":
         raise UserError(f"--submit: {silent.reason}")
     with contextlib.ExitStack() as locks:  # two submissions at once would make two jobs for a run
-        runs = _runs_to_submit(requests, name if in_array else None, options, locks)
+        runs = _runs_to_submit(requests, name if options.array else None, options, locks)
         if runs:
-            script, first = _script(runs, name, options, in_array), next(iter(runs))
+            script, first = _script(runs, name, options), next(iter(runs))
             if not (options.make or options.submit or options.assume_length):
                 script = dataclasses.replace(script, making=tuple(own_command("slurm", *words, "--make")))
-            script = _show_plan(requests[first], runs[first], script, options)
-            _hand_in(runs, requests, script, options)
+            script = _show_plan(requests[first], runs[first], script)
+            _hand_in(runs, requests, script)
         elif options.json:
             print(atomic_files.json_text({"job": None, "script": None, "path": None, "runs": []}))
     return DONE
@@ -145,7 +136,7 @@ def _runs_to_submit(
             continue
         if options.submit:
             locks.enter_context(run.lock("submit"))
-        if (options.array or len(requests) > 1) and (fact := whose_job(run)):
+        if options.array and (fact := whose_job(run)):
             print_lines(f"{fact}: it stays there")
             continue
         refuse_if_in_a_job(run)
@@ -156,30 +147,29 @@ def _runs_to_submit(
     return runs
 
 
-def _show_plan(
-    request: Request, run: RunFolder, script: JobScript, options: SlurmOptions, quiet: bool = False
-) -> JobScript:
+def _show_plan(request: Request, run: RunFolder, script: JobScript, quiet: bool = False) -> JobScript:
     """Say what the job's nodes would make of the first run, as `plan` does, and whether --time is enough.
 
     The script, with the time that a stop takes by this plan. Raises UserError where --hardware has none.
     """
     say, here = partial(print_lines, quiet=quiet or request.run.quiet), detect()
+    options, nodes, gpus = script.options, script.options.nodes, script.options.gpus_per_node
     like_here = dataclasses.replace(here, kind="cpu", gpus=(), source="asked")
-    machine = dataclasses.replace(like_here, nodes=script.nodes, cpus=script.cpus)
-    if script.gpus:
+    machine = dataclasses.replace(like_here, nodes=nodes, cpus=options.cpus_per_task or 1)
+    if gpus:
         cards = [node.card for node in client.node_shapes(options.partition)] + [g.card for g in here.gpus]
         named = next(filter(None, [options.hardware, options.gpu_type, *cards]), "")
         try:
-            machine = parse_hardware(f"{script.nodes}x{script.gpus}x{re.sub('^([0-9]+ ?x ?)+', '', named)}")
+            machine = parse_hardware(f"{nodes}x{gpus}x{re.sub('^([0-9]+ ?x ?)+', '', named)}")
         except UserError as error:
             if options.hardware:
                 raise
             why = error if named else "the nodes' GPUs are not known: --hardware h100 names them"
             say(f"no plan: {why}")
             return script
-    if memory := slurm_options.parse_memory(dict(script.extra_options).get("mem")):
+    if memory := slurm_options.parse_memory(options.mem or None):
         machine = dataclasses.replace(machine, ram_bytes=round(memory))
-    world = processes_each(request, "--nodes", script.nodes, script.gpus) * script.nodes
+    world = processes_each(request, "--nodes", nodes, gpus) * nodes
     asked = dataclasses.replace(request.plan, processes=None)
     target = Target("nodes", request.workload, request.recipe, run.facts, machine, asked, world)
     found, free = estimate(target, {}), estimate(dataclasses.replace(target, world=None), {})
@@ -189,7 +179,7 @@ def _show_plan(
         say(f"no plan: {found.why_not}")
         return script
     say(six_lines(found))
-    if script.gpus and free.plan and free.plan.processes < world:
+    if gpus and free.plan and free.plan.processes < world:
         takes = short_duration(free.seconds or 0)
         say(f"{free.plan.processes} of the {world} GPUs would take {takes}: more gain little for this batch")
     limit = slurm_options.parse_time_limit(time := str(options.time))
@@ -204,17 +194,15 @@ def _show_plan(
     return dataclasses.replace(script, lead=lead)
 
 
-def _hand_in(
-    runs: Mapping[int, RunFolder], requests: Mapping[int, Request], script: JobScript, options: SlurmOptions
-) -> None:
+def _hand_in(runs: Mapping[int, RunFolder], requests: Mapping[int, Request], script: JobScript) -> None:
     """Print the script of these runs; where that is asked for, write and submit it, and say so."""
-    text, path, number = render(script), script.folder / "job.sh", None
+    options, text, path, number = script.options, render(script), script.folder / "job.sh", None
     folders = [str(run.folder) for run in runs.values()]
     new = [run.folder for run in runs.values() if not (run.has_plan or (run.folder / "slurm").exists())]
     if options.make or options.submit:
         for task, run in runs.items():
             JobRequest(
-                local=processes_each(requests[task], "--nodes", script.nodes, script.gpus),
+                local=processes_each(requests[task], "--nodes", options.nodes, options.gpus_per_node),
                 lead=script.lead,
                 plan={**options_to_dict(requests[task].plan), "processes": None},
                 seconds=slurm_options.parse_time_limit(str(options.time)),
@@ -227,7 +215,7 @@ def _hand_in(
     if options.submit:
         number = client.submit(path, new)
         for task, run in runs.items():
-            client.update_job_record(run, job=f"{number}_{task}" if script.array else number)
+            client.update_job_record(run, job=f"{number}_{task}" if options.array else number)
     if options.json:
         print(atomic_files.json_text({"job": number, "script": text, "path": str(path), "runs": folders}))
         return
@@ -236,36 +224,20 @@ def _hand_in(
     print_lines(rendered(__file__, "handed_in", trained=trained, number=number, path=path, options=options))
 
 
-def _script(
-    runs: Mapping[int, RunFolder], asked_name: str | None, options: SlurmOptions, in_array: bool
-) -> JobScript:
+def _script(runs: Mapping[int, RunFolder], asked_name: str | None, options: SlurmOptions) -> JobScript:
     first = next(iter(runs.values())).folder
     name, seconds = asked_name or first.name, slurm_options.parse_time_limit(str(options.time))
-    if not str(options.time).strip()[-1].isdigit():  # as in 4h
-        options = dataclasses.replace(options, time=format_duration(seconds))
     measured = max(round(seconds_to_stop(run)) for run in runs.values())
-    raw = slurm_options.option_words("--sbatch", options.sbatch)
     cpus, memory = _fair_share(options)
-    if not any(word.startswith("--mem") for word in raw):
-        options = dataclasses.replace(options, mem=options.mem or memory)
-    extra = [(flag, str(v)) for flag in slurm_options.TAKEN_OVER if (v := getattr(options, flag))]
-    if options.after:
-        # Without this Slurm keeps a job whose dependency failed in the queue for ever.
-        jobs = options.after.replace(",", ":")
-        extra += [("dependency", f"afterok:{jobs}"), ("kill-on-invalid-dep", "yes")]
+    if any(word.startswith("--mem") for word in slurm_options.option_words("--sbatch", options.sbatch)):
+        memory = ""
+    setup = str(Path(options.setup).expanduser().resolve()) if options.setup else None
     return JobScript(
         name=slurm_options.refuse_control_characters(name, "--name"),
         runs={number: run.folder for number, run in runs.items()},
-        folder=first.parent / f"slurm-{name}" if in_array else first / "slurm",
-        nodes=options.nodes,
+        folder=first.parent / f"slurm-{name}" if options.array else first / "slurm",
+        options=dataclasses.replace(options, cpus_per_task=cpus, mem=options.mem or memory, setup=setup),
         lead=max(default_lead(seconds), min(measured, seconds // 2)),
-        cpus=cpus,
-        gpus=options.gpus_per_node,
-        gpu_type=options.gpu_type,
-        array=array_text(runs, options.parallel) if in_array else "",
-        extra_options=tuple(extra),
-        raw_options=raw,
-        setup=Path(options.setup).expanduser().resolve() if options.setup else None,
         start_folder=Path.cwd(),
         environment=tuple(environment_elsewhere().items()),
     )
@@ -309,10 +281,21 @@ def array_text(numbers: Iterable[int], limit: int | None) -> str:
 def render(script: JobScript) -> str:
     """The text of the script. Raises UserError for control characters and lines too long for sbatch."""
     values = {f.name: getattr(script, f.name) for f in dataclasses.fields(script)}
+    given = script.options
+    if not str(given.time).strip()[-1].isdigit():  # as in 4h
+        seconds = slurm_options.parse_time_limit(str(given.time))
+        given = dataclasses.replace(given, time=format_duration(seconds))
+    extra = [(flag, str(v)) for flag in slurm_options.TAKEN_OVER if (v := getattr(given, flag))]
+    if given.after:
+        # Without this Slurm keeps a job whose dependency failed in the queue for ever.
+        jobs = given.after.replace(",", ":")
+        extra += [("dependency", f"afterok:{jobs}"), ("kill-on-invalid-dep", "yes")]
+    array = array_text(script.runs, given.parallel) if given.array else ""
+    raw = slurm_options.option_words("--sbatch", given.sbatch)
     place = f"{pattern_path(script.folder)}/"  # without a run Slurm would find no such folder
     place = f"{pattern_path(script.start_folder / script.name)}-" if script.making else place
-    output = f"{place}{'%A_%a' if script.array else '%j'}.out"
-    options = _filled("options", sbatch_word, **values, output=output)
+    output = f"{place}{'%A_%a' if array else '%j'}.out"
+    options = _filled("options", sbatch_word, **values, output=output, extra=extra, array=array, raw=raw)
     if too_long := [line for line in options.splitlines() if len(line) > MAX_CHARACTERS]:
         raise UserError(f"{too_long[0][:60]}...: sbatch reads {MAX_CHARACTERS} characters a line: shorten it")
     return options + _filled("job", shlex.quote, **values, program=own_command("job"), root=ROOT)
