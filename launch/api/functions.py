@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isobatch.core import errors
 from isobatch.core.atomic_files import rows_in
-from isobatch.core.errors import UserError
+from isobatch.core.errors import BUG, DONE, STOPPED, WRONG_INPUT, StopRequestedError, TrainingError, UserError
 from isobatch.core.flags import build_options, flags_of, known_options
 from isobatch.core.plan import Plan, PlanOptions
 from isobatch.core.recipe import Recipe as CompleteRecipe
@@ -195,7 +194,7 @@ def plan(recipe: CompleteRecipe, *, hardware: str | None = None, **options: Any)
     from isobatch.engine.machine.hardware import parse_hardware
     from isobatch.engine.planning.planner import make_plan
 
-    request = _request(recipe, options, (PlanOptions,))
+    request = _request(recipe, options, False, PlanOptions)
     task, data = request.workload.make(recipe)
     facts = prepare(data)
     machine = parse_hardware(hardware) if hardware else detect()
@@ -219,15 +218,15 @@ def train(
 
     with hooks_given(hooks) as words:
         options |= {"hook": (*options.get("hook", ()), *words)} if words else {}
-        request = _request(recipe, options, (PlanOptions, RunOptions), trust)
+        request = _request(recipe, options, trust, PlanOptions, RunOptions)
         with preserve_process_state():
             os.environ["ISOBATCH_STARTED"] = str(time.time())
             run, verdict = find_or_train(request, owns_process=False, trust=trust)
-    if verdict.code != errors.DONE:
-        kinds: dict[int, type[Exception]] = {errors.BUG: RuntimeError, errors.WRONG_INPUT: UserError}
-        kinds[errors.STOPPED] = errors.StopRequestedError
+    if verdict.code != DONE:
+        kinds: dict[int, type[Exception]] = {BUG: RuntimeError, WRONG_INPUT: UserError}
+        kinds[STOPPED] = StopRequestedError
         reason = verdict.reason or f"see {run.folder}/launcher.log"
-        raise kinds.get(verdict.code, errors.TrainingError)(reason)
+        raise kinds.get(verdict.code, TrainingError)(reason)
     return Run(run)
 
 
@@ -280,9 +279,7 @@ def replay(
             yield parts
 
 
-def _request(
-    recipe: CompleteRecipe, options: dict[str, Any], kinds: tuple[type, ...], trust: bool = False
-) -> Request:
+def _request(recipe: CompleteRecipe, options: dict[str, Any], trust: bool, *kinds: type) -> Request:
     if not isinstance(recipe, CompleteRecipe):
         raise UserError(f"{recipe!r} is no recipe: make one, as in isobatch.Recipe(task='classifier')")
     if changed := task_file_problem(recipe):

@@ -108,7 +108,7 @@ def resume(words: Sequence[str]) -> int:
             leave_out(run, *launch_run.steps_to_skip(run, options.skip_step), ASKED)
         run_setup.locate_data(run, values["recipe"].get("data"), mend=True)
         asked = workload_of(recipe).plan_options(recipe.preset, values["plan"])
-        plan = run_setup.plan_for_training(recipe, run.facts, asked, run_options.quiet, run)
+        plan = run_setup.plan_for_training(recipe, run.facts, asked, run_options.quiet, run, None)
         run_setup.store_plan(run, plan)
         code = launch_run.launch_run(run, run_options).code
         return _print_result(run, code, options.json, run_options.quiet)

@@ -219,28 +219,26 @@ class SampleOptions(DecodingOptions):
 
 def reconstruct(words: Sequence[str]) -> int:
     """Usage: vae reconstruct RUN "text" [--tokens 60] [--json]: a text through its latent vector and back."""
-    codec, (text,), options = _codec_of(words, "reconstruct", ("text",), DecodingOptions)
+    codec, (text,), options = _codec_of(words, "reconstruct", DecodingOptions, "text")
     found = codec.reconstruct(text, options.tokens)
     return print_answer({"text": text, "reconstruction": found}, found, options.json)
 
 
 def interpolate(words: Sequence[str]) -> int:
     """Usage: vae interpolate RUN "from" "to" [--count 7] [--tokens 60] [--json]: between two texts."""
-    codec, (first, last), options = _codec_of(words, "interpolate", ("from", "to"), InterpolateOptions)
+    codec, (first, last), options = _codec_of(words, "interpolate", InterpolateOptions, "from", "to")
     texts = codec.interpolate(first, last, options.count, options.tokens)
     return print_answer({"from": first, "to": last, "texts": texts}, "\n".join(texts), options.json)
 
 
 def sample(words: Sequence[str]) -> int:
     """Usage: vae sample RUN [--count 5] [--temperature 1] [--seed 0] [--tokens 60] [--json]."""
-    codec, _, options = _codec_of(words, "sample", (), SampleOptions)
+    codec, _, options = _codec_of(words, "sample", SampleOptions)
     texts = codec.sample(options.count, options.tokens, options.temperature, options.seed)
     return print_answer({"texts": texts}, "\n".join(texts), options.json)
 
 
-def _codec_of(
-    words: Sequence[str], command: str, names: Sequence[str], kind: type
-) -> tuple[Any, list[str], Any]:
+def _codec_of(words: Sequence[str], command: str, kind: type, *names: str) -> tuple[Any, list[str], Any]:
     """The `SequenceCodec` of the run, the texts after it, and the options. Raises UserError."""
     positional, options = read_command(words, kind, command)
     if len(positional) != 1 + len(names):

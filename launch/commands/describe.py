@@ -81,9 +81,6 @@ def usual_flags(chosen: LoadedWorkload) -> list[str]:
     return [spelling(name) for name in [*USUAL["every"].split(), *own]]
 
 
-Groups = dict[str, list[dict[str, Any]]]
-
-
 def task_flags(name: str) -> dict[str, dict[str, Flag]]:
     """Title -> the flags that `auto --task NAME` takes; without a name those that all tasks have."""
     own = workload(name) if name else None
@@ -95,7 +92,7 @@ def task_flags(name: str) -> dict[str, dict[str, Flag]]:
     }
 
 
-def _task_groups(name: str) -> tuple[Groups, list[str]]:
+def _task_groups(name: str) -> tuple[dict[str, list[dict[str, Any]]], list[str]]:
     """Title -> rows of a task's flags, and its presets in words."""
     chosen = workload(name)
     defaults = dict(chosen.task.defaults)

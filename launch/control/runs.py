@@ -67,7 +67,11 @@ def view(run: RunFolder, job: JobState | None) -> RunView:
     checkpoints, which may be later than it. Raises UserError where the run's records are damaged.
     """
     rows = [row for row in newest_rows(run.metrics) if isinstance(row.get("step"), int)]
-    lengths, summary = _phase_lengths(run), run.summary() or {}
+    recipe, summary, lengths = run.recipe, run.summary() or {}, dict[str, int]()
+    with contextlib.suppress(UserError):  # of each phase, unless it takes code that came with the run
+        task, _ = workload_of(recipe).make(recipe)
+        schedules = schedules_of(task, run.facts, steps_per_epoch(recipe, run.facts))
+        lengths = {schedule.name: schedule.steps for schedule in schedules}
     saved = (file.parent.name.rpartition("-") for file in run.checkpoints.glob("[!.]*-*/index.json"))
     placed = [{"phase": p, "step": int(step)} for p, _, step in saved if step.isdecimal()] + rows[-1:]
     starts = dict(zip(lengths, itertools.accumulate(lengths.values(), initial=0), strict=False))
@@ -87,16 +91,6 @@ def view(run: RunFolder, job: JobState | None) -> RunView:
     if state == "running" and step is not None and total is not None and paces:
         left = round(max(0, total - step) * sum(paces) / len(paces), 1)
     return RunView(run=run, state=state, step=step, total=total, seconds_left=left, job=job or NO_JOB)
-
-
-def _phase_lengths(run: RunFolder) -> dict[str, int]:
-    """Phase -> its optimizer steps; empty where that takes code that came with the run."""
-    recipe = run.recipe
-    with contextlib.suppress(UserError):
-        task, _ = workload_of(recipe).make(recipe)
-        schedules = schedules_of(task, run.facts, steps_per_epoch(recipe, run.facts))
-        return {schedule.name: schedule.steps for schedule in schedules}
-    return {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

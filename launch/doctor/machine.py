@@ -21,7 +21,7 @@ from isobatch.engine.consent import STATE, state_folder
 from isobatch.engine.machine.detect import detect
 from isobatch.engine.machine.hardware import Hardware, gpu_remarks
 from isobatch.launch.doctor.probes import Check, Probe, broken, ok, ok_if, try_out, warning
-from isobatch.launch.local.interfaces import loopback_interface
+from isobatch.launch.local.interfaces import loopback_interfaces
 
 ROOT = Path("/")
 GB = 10**9
@@ -34,8 +34,7 @@ WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", 
 
 def check_machine(out: Path) -> Iterator[Check]:
     """Every check, as soon as it is known. `out`: the folder of runs."""
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # as `auto` starts its processes
-        os.environ.setdefault(name, loopback_interface())
+    os.environ.update({**loopback_interfaces(), **os.environ})  # as `auto` starts its processes
     hardware, load = detect(), os.getloadavg()[0] / (os.cpu_count() or 1)
     probes = probes_for(hardware)
     with ThreadPoolExecutor(len(probes) or 1) as pool:

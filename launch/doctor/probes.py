@@ -123,9 +123,8 @@ def all_reduce(backend: str, processes: int) -> str:
     from torch import multiprocessing
 
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.start_processes(
-            _sum_ones, (backend, processes, f"file://{folder}/meeting"), processes, start_method="fork"
-        )
+        shared = backend, processes, f"file://{folder}/meeting"
+        multiprocessing.start_processes(_sum_ones, shared, processes, start_method="fork")
     return f"{processes} processes sum rightly"
 
 

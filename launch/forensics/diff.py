@@ -53,8 +53,6 @@ TWO_VERSIONS = (
     "the task's file was another version in A than in B, and only one can be there: `replay` the step of each"
     " with its version put back, or train each from a file of its own"
 )
-Answer = dict[str, Any]
-"""What --json prints, or a part of it."""
 Runs = tuple[RunFolder, RunFolder]
 
 
@@ -106,17 +104,16 @@ def diff_runs(one: RunFolder, other: RunFolder, level: str = "module", trust: bo
         "data_differs": one.facts.fingerprint != other.facts.fingerprint,
         "log": dataclasses.asdict(parted),
     }
-    part = "samples" if parted.kind == "samples" or found["data_differs"] else "step"
-    if part == "samples" or (level != "step" and parted.kind in ("jump", "drift")):
+    in_samples = parted.kind == "samples" or found["data_differs"]
+    part = "samples" if in_samples else "step"
+    if in_samples or (level != "step" and parted.kind in ("jump", "drift")):
         try:
             if found["recipe"].keys() & {"task", TASK_CODE} == {TASK_CODE}:
                 raise UserError(TWO_VERSIONS)
             for run in runs:
                 consent.require(run.recipe, run.folder, trust)
                 locate_data(run, None)
-            found[part] = (
-                parted_samples(runs, parted) if part == "samples" else parted_step(runs, parted, level)
-            )
+            found[part] = parted_samples(runs, parted) if in_samples else parted_step(runs, parted, level)
         except IsobatchError as error:  # code or data is not at hand, or the step cannot be redone
             found[part] = {"why_not": " ".join(str(error).split())}
     found["verdict"], found["equal"] = verdict_of(found)
@@ -248,7 +245,7 @@ def _replay_to(
         yield replay, window_to(weights, replay.builder.phases, phase, step)
 
 
-def lines_of(found: Answer) -> list[str]:
+def lines_of(found: dict[str, Any]) -> list[str]:
     """The runs, what their recipes, plans and versions differ in, what was found, and the verdict."""
     lines = [f"{name}: {place}" for name, place in zip(NAMES, found["runs"], strict=True)]
     differs = {**found["recipe"], **found["plan"], **found["versions"]}  # both of these have the precision
@@ -265,7 +262,7 @@ def _text(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def verdict_of(found: Answer) -> tuple[str, bool]:
+def verdict_of(found: dict[str, Any]) -> tuple[str, bool]:
     """The verdict, and whether the runs are equal but for the order of float sums."""
     log, samples, step = found["log"], found.get("samples", {}), found.get("step", {})
     unexplained = [

@@ -15,10 +15,9 @@ from typing import Any
 from isobatch.core import atomic_files, terminal
 from isobatch.core.package import LOOPBACK_SCRIPT, ROOT
 from isobatch.core.plan import Plan
-from isobatch.core.terminal import LINE_MARK
 from isobatch.engine import consent
 from isobatch.engine.distributed.stop_signals import STOP_SIGNALS, signals_to_catch
-from isobatch.launch.local.interfaces import loopback_interface
+from isobatch.launch.local.interfaces import loopback_interfaces
 
 PR_SET_PDEATHSIG = 1
 GRACE_SECONDS = 120
@@ -48,7 +47,7 @@ def launch_workers(
         "PET_STANDALONE": "1",
         # All processes are on this machine: nothing of theirs is offered to another.
         "PET_LOCAL_ADDR": "127.0.0.1",
-        **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback_interface()),
+        **loopback_interfaces(),
         "OMP_NUM_THREADS": str(max(1, plan.threads)),
         **consent.environment(),
         **own,
@@ -116,11 +115,11 @@ def relay_output(child: subprocess.Popen[bytes], log: Any) -> None:
     """Print the run's own lines, which have a mark; write all others, with any traceback, to `log`."""
     assert child.stderr is not None
     for line in child.stderr:
-        if line.startswith(LINE_MARK.encode()):
+        if line.startswith(terminal.LINE_MARK.encode()):
             if not terminal.on_terminal():  # the workers say themselves what takes long
                 terminal.doing()
             with contextlib.suppress(OSError):  # the terminal may be closed; training goes on
-                said = line[len(LINE_MARK.encode()) :].decode(errors="replace")
+                said = line[len(terminal.LINE_MARK.encode()) :].decode(errors="replace")
                 sys.stderr.write(terminal.on_screen(said, sys.stderr))
                 sys.stderr.flush()
         elif line.startswith(terminal.STATUS_MARK.encode()):

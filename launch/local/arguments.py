@@ -45,6 +45,21 @@ class BatchScaling:
     """Multiplies the batch: --per-device-batch-size, or --batch-size, which then is the batch of one of so
     many steps. (The plan accumulates as it needs, whatever is asked.)"""
 
+    def applied(self, recipe: Recipe, processes: int | None) -> tuple[Recipe, list[str]]:
+        """The recipe with the global batch asked for, and a line where it was named in other tools' words.
+
+        `processes`: the number that the user gave.
+        """
+        each, steps, notes = self.per_device_batch_size, self.gradient_accumulation_steps, []
+        if each or steps:
+            first = {"per_device_batch_size": each} if each else {"batch_size": recipe.batch_size}
+            factors = {**first, "gradient_accumulation_steps": steps, "processes": each and processes}
+            given = {name: factor for name, factor in factors.items() if factor}
+            recipe = dataclasses.replace(recipe, batch_size=math.prod(given.values()))
+            product = " x ".join(f"{spelling(name)} {factor}" for name, factor in given.items())
+            notes.append(f"{product} is a global batch of {recipe.batch_size}, on any number of processes")
+        return recipe, notes
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlagFiles:
@@ -174,7 +189,7 @@ def parse_request(words: Sequence[str], command: str, options_class: type | None
     `options_class`: dataclass of the command's own flags, for `Request.extra`. Raises UserError.
     """
     chosen, groups, found = _read(words, command, options_class)
-    return _request(chosen, groups, found, options_class)
+    return _request(chosen, groups, found, getattr(options_class, "data_is_elsewhere", False))
 
 
 def parse_sweep(words: Sequence[str], command: str, options_class: type | None = None) -> list[Point]:
@@ -187,7 +202,7 @@ def parse_sweep(words: Sequence[str], command: str, options_class: type | None =
     trials = _values(found.flags, {"own": groups["command"]})["own"].get("trials", 0)
     for draw in flag_words.drawn(found.flags, sweepable, trials):
         for flags, swept in flag_words.combinations(found.flags | draw, sweepable):
-            request = _request(chosen, groups, Translation(flags, found.notes), options_class)
+            request = _request(chosen, groups, Translation(flags, found.notes))
             points.setdefault(request.recipe.hash(), (request, tuple(sorted({*swept, *draw}))))
     return list(points.values())
 
@@ -250,9 +265,7 @@ def _misplaced(word: str, typed: Mapping[str, str]) -> str:
     return f"what is {word!r}? {f'Give it as {flag} {given}' if flag else way}"
 
 
-def _request(
-    chosen: LoadedWorkload, groups: Groups, found: Translation, options_class: type | None
-) -> Request:
+def _request(chosen: LoadedWorkload, groups: Groups, found: Translation, elsewhere: bool = False) -> Request:
     """The request that flags with one value each make. Raises UserError."""
     values = _values(found.flags, groups)
     if {"per_device_batch_size", "batch_size"} <= found.flags.keys():
@@ -267,7 +280,7 @@ def _request(
     plan = chosen.plan_options(recipe.preset, values["plan"])
     if start := values["files"].get("from"):
         recipe = _starting_from(RunFolder.open(start), recipe, chosen, found.flags)
-    recipe, batch_notes = _with_batch_scaling(recipe, scaling, values["plan"].get("processes"))
+    recipe, batch_notes = scaling.applied(recipe, values["plan"].get("processes"))
     notes = [*found.notes.values(), *preset_notes, *batch_notes]
     run = RunOptions(**values["run"])
     if run.hook:
@@ -276,9 +289,9 @@ def _request(
         recipe = with_learning_hooks(recipe, run.hook)
     request = Request(chosen, recipe, plan, run, values["command"], notes)
     try:
-        check_request(request, getattr(options_class, "data_is_elsewhere", False))
+        check_request(request, elsewhere)
     except NotHereError as error:
-        if "assume_length" not in flags_of(options_class or PlanOptions).keys() - request.extra.keys():
+        if "assume_length" not in groups["command"].keys() - request.extra.keys():
             raise
         what, _, why = str(error).partition(": ")
         raise UserError(f"{what}: add --assume-length 512 for a plan without it; else: {why}") from None
@@ -375,21 +388,3 @@ def refuse_wrong(found: Translation, known: Mapping[str, Flag | None], where: st
             said.append(f"{spelling(name)}: {where} has no such flag ({way})")
     if said:
         raise UserError("; ".join(said))
-
-
-def _with_batch_scaling(
-    recipe: Recipe, scaling: BatchScaling, processes: int | None
-) -> tuple[Recipe, list[str]]:
-    """The recipe with the global batch asked for, and a line where it was named in other tools' words.
-
-    `processes`: the number that the user gave.
-    """
-    each, steps, notes = scaling.per_device_batch_size, scaling.gradient_accumulation_steps, []
-    if each or steps:
-        first = {"per_device_batch_size": each} if each else {"batch_size": recipe.batch_size}
-        factors = {**first, "gradient_accumulation_steps": steps, "processes": processes if each else None}
-        given = {name: factor for name, factor in factors.items() if factor}
-        recipe = dataclasses.replace(recipe, batch_size=math.prod(given.values()))
-        product = " x ".join(f"{spelling(name)} {factor}" for name, factor in given.items())
-        notes.append(f"{product} is a global batch of {recipe.batch_size}, on any number of processes")
-    return recipe, notes

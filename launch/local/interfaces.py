@@ -6,9 +6,9 @@ import socket
 from typing import Any
 
 
-def loopback_interface() -> str:
-    """The name of the network interface that only this machine reaches."""
-    return _interface_of("127.0.0.1") or "lo"
+def loopback_interfaces() -> dict[str, str]:
+    """The variables by which gloo and NCCL listen where only this machine reaches them."""
+    return dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), _interface_of("127.0.0.1"))
 
 
 def gloo_interface(local: str, alone: bool) -> dict[str, str]:
@@ -19,7 +19,7 @@ def gloo_interface(local: str, alone: bool) -> dict[str, str]:
     """
     if is_loopback(local) and not alone:
         return {}
-    return {"GLOO_SOCKET_IFNAME": _interface_of(local) or "lo"}
+    return {"GLOO_SOCKET_IFNAME": _interface_of(local)}
 
 
 def serve_store(alone: bool) -> Any:
@@ -46,8 +46,8 @@ def is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
 
 
-def _interface_of(address: str) -> str | None:
+def _interface_of(address: str) -> str:
     import psutil
 
     found = psutil.net_if_addrs().items()
-    return next((name for name, own in found if any(a.address == address for a in own)), None)
+    return next((name for name, own in found if any(a.address == address for a in own)), "lo")

@@ -59,7 +59,7 @@ def find_or_train(
     if run is not None:
         refuse_if_in_a_job(run)
         print_lines(f"going on with {run.folder} ({run.status()})", quiet=request.run.quiet)
-    plan = run_setup.plan_for_training(request.recipe, facts, request.plan, request.run.quiet, run)
+    plan = run_setup.plan_for_training(request.recipe, facts, request.plan, request.run.quiet, run, None)
     is_new, run = run is None, run or run_setup.create_run(request, facts)
     consent.require(run.recipe, run.folder, trust)
     with run.lock("launch"):  # another process may have made and begun the same run meanwhile

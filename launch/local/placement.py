@@ -39,7 +39,7 @@ def parse(words: Sequence[str], command: str, kind: type, gpus: str, by: str = "
     """
     card, is_typed, count = split_words(words)[1].get(gpus, "").rpartition(":")
     if is_typed:
-        way = f"{spelling(gpus)} {count}{by and by + card}"
+        way = f"{spelling(gpus)} {count}{by and f' --{by}={card}'}"
         raise UserError(f"{spelling(gpus)} {card}:{count}: is a number here, without a type: {way}")
     request = parse_request(words, command, kind)
     print_lines(*request.notes, quiet=request.run.quiet)

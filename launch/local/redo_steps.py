@@ -42,7 +42,6 @@ from isobatch.launch.local.accelerate_launcher import launch_workers
 from isobatch.launch.local.launch_run import launch_run
 from isobatch.launch.local.run_setup import open_run, plan_for_this_machine
 
-Jobs = list[tuple[Plan, Job]]
 KEPT_ATTENTION = ("sdpa", "eager")
 """Attention of a run that is had everywhere."""
 
@@ -67,7 +66,7 @@ def plan_to_redo(run: RunFolder, micro_batch: int, **asked: Any) -> Plan:
     return dataclasses.replace(plan, reduction="explicit")
 
 
-def redo(run: RunFolder, jobs: Jobs, owns_process: bool = True) -> list[Redone]:
+def redo(run: RunFolder, jobs: list[tuple[Plan, Job]], owns_process: bool = True) -> list[Redone]:
     """Do each job under its plan; all plans are of one world size.
 
     Raises RuntimeError where worker processes end without a result.
@@ -88,7 +87,7 @@ def redo(run: RunFolder, jobs: Jobs, owns_process: bool = True) -> list[Redone]:
         return [Redone(**found) for found in atomic_files.read_json(folder / "report.json")["redone"]]
 
 
-def _redo_here(run: RunFolder, jobs: Jobs, folder: Path | None = None) -> list[Redone]:
+def _redo_here(run: RunFolder, jobs: list[tuple[Plan, Job]], folder: Path | None = None) -> list[Redone]:
     """Do the jobs in this process group; with `folder` rank 0 writes what they found to report.json there."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

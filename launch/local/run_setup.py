@@ -157,27 +157,23 @@ def store_plan(run: RunFolder, plan: Plan) -> None:
 
 
 def plan_for_training(
-    recipe: Recipe,
-    facts: Facts,
-    asked: PlanOptions,
-    quiet: bool,
-    run: RunFolder | None = None,
-    world: int | None = None,
+    recipe: Recipe, facts: Facts, asked: PlanOptions, quiet: bool, run: RunFolder | None, world: int | None
 ) -> Plan:
     """The plan for this machine, and a line for each option that it could not follow.
 
     A run that has begun keeps its precision, unless the user asks for one: another is another loss curve. A
     device that lacks half precision computes in fp32.
     """
-    has_begun = run is not None and (run.metrics.exists() or any(run.checkpoints.glob("*-*")))
-    if run is not None and has_begun and run.has_plan and asked.precision == "auto":
+    has_begun = run and run.has_plan and (run.metrics.exists() or any(run.checkpoints.glob("*-*")))
+    before = run.plan if run and has_begun else None
+    if before and asked.precision == "auto":
         wishes: dict[str, Any] = {"bf16": "bf16-mixed", "fp16": "16-mixed"}
-        begun = run.plan.precision
+        begun = before.precision
         why = {**asked.measured_options, "precision": f"this run began in {begun}"}
         asked = dataclasses.replace(asked, precision=wishes.get(begun, begun), measured_options=why)
     plan = plan_for_this_machine(recipe, facts, asked, world, quiet)
-    if run is not None and has_begun and run.has_plan and (before := run.plan.processes) != plan.processes:
-        print_lines(f"processes: {plan.processes} here, {before} before; the same batches", quiet=quiet)
+    if before and (had := before.processes) != plan.processes:
+        print_lines(f"processes: {plan.processes} here, {had} before; the same batches", quiet=quiet)
     return plan
 
 

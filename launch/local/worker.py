@@ -162,11 +162,8 @@ def begin_tracking(run: RunFolder, world: Communicator) -> None:
         for name, value in {**run.recipe.values(), **planned}.items()
     }
     identity = hashlib.sha256(str(run.folder.resolve()).encode()).hexdigest()[:16]
-    options = {
-        "wandb": {"name": name, "id": identity, "resume": "allow"},
-        "mlflow": {"run_name": name},
-        "trackio": {"name": name, "resume": "allow"},
-    }
+    named = {"name": name, "resume": "allow"}
+    options = {"wandb": {**named, "id": identity}, "mlflow": {"run_name": name}, "trackio": named}
     try:
         project = os.environ.get("WANDB_PROJECT", PROJECT) if run.options().tracker == "wandb" else PROJECT
         world.accelerator.init_trackers(project, config=settings, init_kwargs=options)

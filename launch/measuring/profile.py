@@ -16,7 +16,7 @@ from isobatch.core.number_ranges import Positive
 from isobatch.engine.machine.detect import allowed_cpus
 from isobatch.engine.runs.peak_memory import peak_bytes
 from isobatch.launch.local.options import AnswerOptions
-from isobatch.launch.measuring.trial import Stopwatch, Variant, answer_in_world, trial
+from isobatch.launch.measuring.trial import Variant, answer_in_world, trial
 from isobatch.launch.measuring.tune import settings
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ DEVICE_USE, MEMORY, DATA_WAIT = 0.90, 0.80, 0.10
 """Targets: more of the device's time, less of its memory, less of a step."""
 PADDING = 0.10
 """Share of a step's tokens above which something is worth a trial."""
-Findings = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +47,7 @@ def profile(words: Sequence[str]) -> int:
     return answer_in_world(words, "profile", "profiles", ProfileOptions, measure, targets=targets)
 
 
-def measure(base: Variant, world: Communicator, options: ProfileOptions, folder: Path) -> Findings:
+def measure(base: Variant, world: Communicator, options: ProfileOptions, folder: Path) -> dict[str, Any]:
     """The findings with the advice, on rank 0, which writes the trace to `folder`. JSON."""
     recipe, plan, hardware = base.target.recipe, base.plan, base.target.hardware
     with trial(base, world) as session:
@@ -57,8 +56,19 @@ def measure(base: Variant, world: Communicator, options: ProfileOptions, folder:
     if not world.is_main:
         return {}
     capacity = hardware.gpu.memory_bytes if plan.device == "cuda" else hardware.ram_bytes // plan.processes
+    works, steps, cores = watch.works, options.timed_steps, allowed_cpus(Path("/"), {}) // world.size
+    on_cpu = min(1.0, watch.busy / watch.wall / max(1, cores))
+    micro_batches = fmean(len(work.micro_batches) for work in works)
+    own_samples = fmean(sum(len(m.positions) for m in work.micro_batches) for work in works)
     found = {
-        **step_findings(watch, options.timed_steps),
+        "steps": steps,
+        "step_seconds": watch.wall / steps,
+        "parts": {name: seconds / steps for name, seconds in watch.parts.items()},
+        "device": world.device.type,
+        "device_use": gpu_busy(watch.trace.events()) if world.device.type == "cuda" else on_cpu,
+        "padding": fmean(work.padding for work in works),
+        "micro_batches": micro_batches,
+        "samples_per_micro_batch": own_samples / micro_batches,
         "task": recipe.task,
         "recipe_hash": recipe.hash(),
         "phase": phase,
@@ -73,24 +83,6 @@ def measure(base: Variant, world: Communicator, options: ProfileOptions, folder:
     return found
 
 
-def step_findings(watch: Stopwatch, steps: int) -> Findings:
-    """What so many steps that were timed say, and the trace of one."""
-    trace, world, works = watch.trace, watch.session.world, watch.works
-    on_gpu, cores = world.device.type == "cuda", max(1, allowed_cpus(Path("/"), {}) // world.size)
-    micro_batches = fmean(len(work.micro_batches) for work in works)
-    own_samples = fmean(sum(len(m.positions) for m in work.micro_batches) for work in works)
-    return {
-        "steps": steps,
-        "step_seconds": watch.wall / steps,
-        "parts": {name: seconds / steps for name, seconds in watch.parts.items()},
-        "device": world.device.type,
-        "device_use": gpu_busy(trace.events()) if on_gpu else min(1.0, watch.busy / watch.wall / cores),
-        "padding": fmean(work.padding for work in works),
-        "micro_batches": micro_batches,
-        "samples_per_micro_batch": own_samples / micro_batches,
-    }
-
-
 def gpu_busy(events: Any) -> float:
     """Share of the traced time that kernels take on the GPU; those side by side count twice, up to 1."""
     import torch
@@ -101,7 +93,7 @@ def gpu_busy(events: Any) -> float:
     return min(1.0, sum(k.elapsed_us() for k in kernels) / max(1e-9, span))
 
 
-def worth_a_trial(found: Findings, plan: Mapping[str, Any]) -> list[dict[str, Any]]:
+def worth_a_trial(found: dict[str, Any], plan: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The measures of `tune` that may help, each with the reason (`text`). `plan`: the plan's fields."""
     data_wait = found["parts"]["data wait"] / max(1e-12, sum(found["parts"].values()))
     use, memory, padding = found["device_use"], found["memory_share"], found["padding"]

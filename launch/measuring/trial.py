@@ -84,13 +84,12 @@ class Variant:
         return Variant(target=target, size=size, plan=target.plan(size))
 
 
+Measure = Callable[[Variant, Communicator, Any, Path], dict[str, Any]]
+"""(what is measured, the world, the command's options, a folder for files) -> what was found, as JSON."""
+
+
 def answer_in_world(
-    words: Sequence[str],
-    command: str,
-    kind: str,
-    options_class: type,
-    measure: Callable[[Variant, Communicator, Any, Path], dict[str, Any]],
-    **shown: Any,
+    words: Sequence[str], command: str, kind: str, options_class: type, measure: Measure, **shown: Any
 ) -> int:
     """Print what `measure(base, world, options, folder)` finds, on rank 0: as JSON, or as COMMAND.jinja says
     it with what is `shown` beside.
@@ -150,14 +149,14 @@ def trial(variant: Variant, world: Communicator) -> Iterator[TrialSession]:
         for schedule in builder.schedules[:-1]:
             builder.prepare_phase(schedule)
         with builder.phase(builder.schedules[-1]) as state:
-            yield TrialSession(state)
+            yield TrialSession(variant, state)
 
 
 class TrialSession:
     """A phase of which steps are run when asked."""
 
-    def __init__(self, state: Training) -> None:
-        self.state, self.world = state, state.world
+    def __init__(self, variant: Variant, state: Training) -> None:
+        self.variant, self.state, self.world = variant, state, state.world
         self._step = 0
         self._attention = registered_attention()
         began = now()

@@ -67,9 +67,9 @@ class Setting:
         return "tokens" if "group_by_length" in self.recipe else "samples"
 
     @property
-    def fields(self) -> set[str]:
-        """What it sets."""
-        return {*self.plan, *self.recipe}
+    def taken(self) -> set[str]:
+        """Its measure and what it sets, of which another may change nothing beside it."""
+        return {self.measure, *self.plan, *self.recipe}
 
     def __or__(self, other: Setting) -> Setting:
         """Both together."""
@@ -187,14 +187,14 @@ def measure(base: Variant, world: Communicator, options: TuneOptions, _: Path) -
     limit = now() + 60 * options.minutes - _seconds_since_start() - RESERVED_SECONDS
     wanted = list(settings(base))
     with trial(base, world) as session:
-        noise = try_setting(base, session, Setting("the recipe itself"), len(wanted) + 2, limit)
+        noise = try_setting(session, Setting("the recipe itself"), len(wanted) + 2, limit)
         shares = range(len(wanted) + 1, 1, -1)
-        tried = [try_setting(base, session, one, n, limit) for one, n in zip(wanted, shares, strict=True)]
+        tried = [try_setting(session, one, n, limit) for one, n in zip(wanted, shares, strict=True)]
         fastest = sorted((one for one in tried if one.beats(noise)), key=lambda one: -one.ratio)
         same = compatible(one for one in fastest if one.learns_the_same)
         if len(same) > 1:
             all_of_them = functools.reduce(operator.or_, (one.setting for one in same))
-            same.append(try_setting(base, session, all_of_them, 1, limit))
+            same.append(try_setting(session, all_of_them, 1, limit))
         keep = max(same, key=lambda one: one.ratio, default=None)
         phase = session.state.schedule.name
     return {
@@ -216,10 +216,8 @@ def _seconds_since_start() -> float:
     return time.time() - float(os.environ.get("ISOBATCH_STARTED", time.time()))
 
 
-def try_setting(
-    base: Variant, session: TrialSession, setting: Setting, shares: int, limit: float
-) -> PairedRounds:
-    """Rounds of the base, whose `session` is open, and of the base with a setting.
+def try_setting(session: TrialSession, setting: Setting, shares: int, limit: float) -> PairedRounds:
+    """Rounds of the base, which is open as `session`, and of the base with a setting.
 
     They take about one of so many shares of the time until `limit` (as of `now`), at least LEAST_ROUNDS; none
     begins that would end after the limit. What goes wrong is told and not raised: others are tried after it.
@@ -228,12 +226,12 @@ def try_setting(
     try:
         if session.world.broadcast_object(began >= limit):
             raise TimeoutError("no time was left to measure it")
-        variant = base.changed(setting.plan, setting.recipe)
-        before, after = base.plan, variant.plan
+        variant = session.variant.changed(setting.plan, setting.recipe)
+        before, after = session.variant.plan, variant.plan
         found.memory = after.predicted_peak_memory_bytes / max(1, before.predicted_peak_memory_bytes)
         if INVARIANCES.index(after.invariance) > INVARIANCES.index(before.invariance):
             found.invariance = after.invariance
-        if session.world.is_main and setting.fields:
+        if session.world.is_main and setting.flags:
             print_lines(f"trying {setting.flags}")
         with trial(variant, session.world) as other:
             alternate(session, other, found, began + (limit - began) / shares, limit)
@@ -262,7 +260,6 @@ def compatible(tried: Iterable[PairedRounds]) -> list[PairedRounds]:
     """Those of other measures, and other fields, than all that come before them."""
     found: list[PairedRounds] = []
     for one in tried:
-        taken = {name for other in found for name in (*other.setting.fields, other.setting.measure)}
-        if not taken & {*one.setting.fields, one.setting.measure}:
+        if not any(one.setting.taken & other.setting.taken for other in found):
             found.append(one)
     return found

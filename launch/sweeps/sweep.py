@@ -32,7 +32,6 @@ from isobatch.launch.local.launch_run import find_or_train
 from isobatch.launch.local.options import AutoOptions
 from isobatch.launch.local.run_setup import known_run
 from isobatch.launch.report import sweeps
-from isobatch.launch.report.sweeps import TEST, VALID, means
 from isobatch.models.capabilities import monitor_of
 
 SEED = "seed"
@@ -107,7 +106,7 @@ def train_sweep(points: Sequence[Point], options: AutoOptions) -> int:
             print_lines("the same command again goes on with the whole sweep", quiet=first.run.quiet)
             return STOPPED
         if share:
-            scores, going = judge(going, share, keeps, _monitor(going))
+            scores, going = judge(going, share, keeps)
             rungs.append({"share": share, "scores": scores})
         found = _store(runs, rungs, folder)
     said = [table(sweeps.cells_of(found)), "", *sweeps.legend(found)]
@@ -116,25 +115,23 @@ def train_sweep(points: Sequence[Point], options: AutoOptions) -> int:
     return max(one.code for one in runs)
 
 
-def judge(
-    going: Sequence[Trained], share: float, keeps: int, monitor: tuple[str, str]
-) -> tuple[dict[str, float], list[Trained]]:
+def judge(going: Sequence[Trained], share: float, keeps: int) -> tuple[dict[str, float], list[Trained]]:
     """(score of each setting, runs that go on) of runs that have reached a share of their steps.
 
     A score is the mean of the seeds; a setting of which a run failed, or is not finite, does not go on.
     """
-    groups = by_setting(going)
+    groups, (metric, direction) = by_setting(going), _monitor(going)
     for one in going:
         stop = one.stop_of(share) or math.inf
-        curve = sweeps.curve(one.run, monitor[0]) if one.code == DONE else []
+        curve = sweeps.curve(one.run, metric) if one.code == DONE else []
         one.score = [math.nan, *(value for step, value in curve if step <= stop)][-1]
     scores = {name: statistics.fmean(one.score for one in group) for name, group in groups.items()}
     known = sorted((s, name) for name, s in scores.items() if math.isfinite(s))
-    kept = known[:: -1 if monitor[1] == "max" else 1][: -(-len(groups) // keeps)]
+    kept = known[:: -1 if direction == "max" else 1][: -(-len(groups) // keeps)]
     chosen = [one for _, name in kept for one in groups[name]]
     for one in going:
         if one not in chosen and not one.metrics and (stop := one.stop_of(share)):
-            one.stopped, one.metrics = stop, {VALID: {monitor[0]: one.score}}
+            one.stopped, one.metrics = stop, {sweeps.VALID: {metric: one.score}}
     return scores, chosen
 
 
@@ -192,9 +189,9 @@ def summary(runs: Sequence[Trained], metric: str, direction: str) -> dict[str, A
     ended = [row for row in rows if "stopped" not in row]
     known = [row for row in ended if math.isfinite(row["metrics"].get(metric, math.nan))]
     best = (max if direction == "max" else min)(known, key=lambda row: row["metrics"][metric], default=None)
-    if best and (test := _figures(groups[atomic_files.json_text(best["values"])], TEST))["metrics"]:
-        best = {**best, TEST: test}
-    return {"metric": metric, "direction": direction, "split": VALID, "rows": rows, "best": best}
+    if best and (test := _figures(groups[atomic_files.json_text(best["values"])], sweeps.TEST))["metrics"]:
+        best = {**best, sweeps.TEST: test}
+    return {"metric": metric, "direction": direction, "split": sweeps.VALID, "rows": rows, "best": best}
 
 
 def _order(row: Mapping[str, Any]) -> list[tuple[float, str]]:
@@ -208,14 +205,14 @@ def _row(group: Sequence[Trained]) -> dict[str, Any]:
         "values": {name: value for name, value in group[0].values.items() if name != SEED},
         "runs": [str(one.run.folder) for one in group if one.run],
         "failed": sum(one.code != DONE for one in group),
-        **_figures(group, VALID),
+        **_figures(group, sweeps.VALID),
         **({"stopped": stops[0]} if stops else {}),
     }
 
 
 def _figures(group: Sequence[Trained], split: str) -> dict[str, dict[str, float]]:
     """Means and standard deviations of the runs' numbers on a split."""
-    return means([one.metrics.get(split, {}) for one in group])
+    return sweeps.means([one.metrics.get(split, {}) for one in group])
 
 
 def edges(found: Mapping[str, Any], flags: Mapping[str, Flag]) -> Iterator[str]:

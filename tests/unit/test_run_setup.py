@@ -121,7 +121,7 @@ def test_a_run_that_goes_on_with_other_processes_says_so(
     run = made(tmp_path)
     recipe, facts = run.recipe, run.facts
     for processes in (before, here):
-        run.write_plan(plan_for_training(recipe, facts, PlanOptions(processes=processes), False, run))
+        run.write_plan(plan_for_training(recipe, facts, PlanOptions(processes=processes), False, run, None))
         run.metrics.touch()  # it has begun
     said = capsys.readouterr().err
     assert (f"processes: {here} here, {before} before; the same batches" in said) == (here != before)
@@ -133,7 +133,7 @@ def test_what_a_proof_allows_is_said_where_a_cpu_computes_in_bf16(
 ) -> None:
     run = made(tmp_path)
     asked = PlanOptions(device="cpu", precision=precision)
-    plan_for_training(run.recipe, run.facts, asked, False)
+    plan_for_training(run.recipe, run.facts, asked, False, None, None)
     said = "a loss may be 0.02 off, with --precision fp32, which is slower, 0.0001"
     assert (said in capsys.readouterr().err) == (precision == "bf16")
 

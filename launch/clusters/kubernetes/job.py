@@ -194,9 +194,7 @@ def submit(words: Sequence[str]) -> int:
     start = flags.pop("from", "")
     if has_start := start.startswith(f"{VOLUME}/") and not Path(start).exists():
         words = [*positional, *(f"{spelling(name)}={value}" for name, value in flags.items())]
-    request, options = placement.parse(
-        words, "k8s", KubernetesOptions, "gpus_per_node", " --node-selector gpu="
-    )
+    request, options = placement.parse(words, "k8s", KubernetesOptions, "gpus_per_node", "node-selector gpu")
     if has_start:
         print_lines(f"--from {start}: pods take its weights; its recipe is not here, so type its flags, too")
         recipe = dataclasses.replace(request.recipe, starts_from={"run": start})

@@ -83,12 +83,13 @@ def submit(words: Sequence[str]) -> int:
         return DONE
     if importlib.util.find_spec("ray") is None:
         raise UserError("--submit needs: pip install 'isobatch[ray]', or 'ray[train]'")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # else Ray sends statistics of its use
     return train_until_done(request, options, processes)
 
 
-OWN_RESTARTS = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0", "RAY_TRAIN_METRICS_ENABLED": "0"}
-"""Ray would start the workers of a node that is about to go anew within an attempt, without another plan."""
+OFF = ("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "RAY_TRAIN_METRICS_ENABLED", "RAY_USAGE_STATS_ENABLED")
+"""Ray would start the workers of a node that is about to go anew within an attempt, without another plan; and
+send statistics of its use.
+"""
 WATCH_SECONDS = 1.0
 
 
@@ -208,12 +209,12 @@ def train_until_done(request: Request, options: RayOptions, processes: int) -> i
 
 def _connect(address: str) -> None:
     """Join the cluster. Raises UserError where there is none."""
+    os.environ.update({name: os.environ.get(name, "0") for name in OFF})
     import ray
 
     host, colon, port = address.rpartition(":")
     if colon and not local_address(host.strip("[]"), int(port)):
         raise UserError(f"--address {address}: nothing answers there; `ray status` shows a node's cluster")
-    os.environ.update({name: os.environ.get(name, value) for name, value in OWN_RESTARTS.items()})
     if not ray.is_initialized():
         try:
             # The run's own lines stand in its log.

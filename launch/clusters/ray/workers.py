@@ -30,7 +30,7 @@ from isobatch.core.package import TRAIN_SCRIPT
 from isobatch.engine.machine.detect import GRANTED_CPUS
 from isobatch.engine.runs.run_folder import NONCE, RunFolder, Verdict
 from isobatch.launch.local.accelerate_launcher import die_with_parent, ignore_stop_signals, relay_output
-from isobatch.launch.local.interfaces import gloo_interface, local_address, loopback_interface, serve_store
+from isobatch.launch.local.interfaces import gloo_interface, local_address, loopback_interfaces, serve_store
 
 POLL_SECONDS = 0.5
 REPEAT_SIGNAL_SECONDS = 2.0
@@ -81,9 +81,7 @@ def _meeting() -> Iterator[dict[str, str]]:
     box: list[int] = [store.port if store else 0]
     distributed.broadcast_object_list(box, src=0)
     host, port = "127.0.0.1" if alone else os.environ["MASTER_ADDR"], box[0]
-    interfaces = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback_interface())
-    if not alone:
-        interfaces = gloo_interface(local_address(host, port), alone)
+    interfaces = loopback_interfaces() if alone else gloo_interface(local_address(host, port), alone)
     store_at = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     yield interfaces | store_at
     del store

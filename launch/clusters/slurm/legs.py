@@ -14,7 +14,6 @@ from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.log_reader import newest_rows
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.clusters.slurm import client
-from isobatch.launch.clusters.slurm.client import run_slurm
 
 ASK_AGAIN_SECONDS, PAUSE_SECONDS = 120.0, 5.0
 """How often Slurm is asked for the time that is left, and how long this process stands still where the job is
@@ -154,7 +153,7 @@ def was_preempted(shown: dict[str, str]) -> bool:
 def requeue(job: str, seconds_left: Callable[[], float]) -> str:
     """Requeue a job, until the time limit while slurmctld does not answer; why it failed, or nothing."""
     pause = FIRST_PAUSE_SECONDS
-    while (done := run_slurm("scontrol", "requeue", job)).returncode:
+    while (done := client.run_slurm("scontrol", "requeue", job)).returncode:
         problem = done.stderr.strip() or "scontrol did not answer"
         if client.show("job", job) or seconds_left() < pause:
             return problem
