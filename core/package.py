@@ -20,11 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 TRAIN_SCRIPT = ROOT / "launch" / "train.py"
 """The script that accelerate and torchrun start in every process."""
 
-TORCHRUN_SCRIPT = ROOT / "launch" / "torchrun.py"
-"""The script that starts the workers of a Slurm node."""
-
-LOOPBACK_SCRIPT = ROOT / "launch" / "loopback.py"
-"""The script that starts launchers of one machine's processes."""
+LAUNCHER_SCRIPT = ROOT / "launch" / "launcher.py"
+"""The script that runs accelerate's launcher, or torchrun on a Slurm node."""
 
 
 CACHE = "ISOBATCH_CACHE"

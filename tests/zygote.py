@@ -46,7 +46,7 @@ MODULES = (
     *(f"isobatch {command}" for command in ("auto", "resume", "call", "chat", "plots", "serve")),
 )
 SCRIPTS = (
-    *("launch/train.py", "launch/loopback.py", "launch/__main__.py"),
+    *("launch/train.py", "launch/launcher.py", "launch/__main__.py"),
     *("benchmarks/__main__.py", "tests/tasks/measure.py", "tests/integration/test_hook_tensors.py"),
 )
 """Modules, commands of ours and scripts that are run in a fork."""

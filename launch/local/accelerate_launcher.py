@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 from isobatch.core import atomic_files, terminal
-from isobatch.core.package import LOOPBACK_SCRIPT, ROOT
+from isobatch.core.package import LAUNCHER_SCRIPT, ROOT
 from isobatch.core.plan import Plan
 from isobatch.engine import consent
 from isobatch.engine.distributed.stop_signals import STOP_SIGNALS, signals_to_catch
@@ -36,7 +36,7 @@ def launch_workers(
     them. Without, handlers stay as they are, and a KeyboardInterrupt asks the workers to save and stop.
     """
     config = ROOT / "configs" / "accelerate" / ("cpu.yaml" if plan.device == "cpu" else "multi_gpu.yaml")
-    launcher = [sys.executable, "-P", str(LOOPBACK_SCRIPT), "accelerate.commands.launch"]
+    launcher = [sys.executable, "-P", str(LAUNCHER_SCRIPT), "accelerate.commands.launch"]
     launcher += ["--config_file", str(config), f"--num_processes={plan.processes}"]
     environment = {
         **os.environ,

@@ -42,7 +42,6 @@ on a CPU 0.5 GB within twelve steps of rows of many lengths, and no step was fas
 RANK_0_REPORTS_FIRST_SECONDS = 3
 PROJECT, FINAL = "isobatch", "final/"
 """The project of all runs in a tracker, and what stands before their final metrics."""
-LOWEST_PRIORITY = "19"
 
 
 def train_run(run: RunFolder, options: RunOptions, owns_process: bool = True) -> int:
@@ -182,7 +181,7 @@ class Plotter:
     def start(self) -> None:
         """Draw in the background, at the lowest priority, unless that is still going on."""
         if self.draws and (self._process is None or self._process.poll() is not None):
-            words = ["nice", "-n", LOWEST_PRIORITY, *own_command("report", str(self.run.folder), "--png")]
+            words = ["nice", "-n", "19", *own_command("report", str(self.run.folder), "--png")]
             none, own = subprocess.DEVNULL, {**os.environ, **consent.environment()}
             self._process = subprocess.Popen(words, env=own, stdin=none, stdout=none, stderr=none)
 

@@ -162,19 +162,15 @@ class TrialSession:
         began = now()
         self._run(WARM_STEPS)
         self.synchronize()
-        self.warm_seconds = now() - began
-        """Of the first steps, with what is compiled in them."""
+        fitting = int(ROUND_SECONDS * WARM_STEPS / (now() - began))
+        self.steps_per_round = int(self.world.broadcast_object(min(MOST_STEPS, max(LEAST_STEPS, fitting))))
+        """As many as fit into ROUND_SECONDS by the warm ones, and what is compiled in them; on every rank."""
 
     def round(self, steps: int, traces: bool = False) -> Stopwatch:
         """So many steps, timed. The loader begins in steps before them: its processes bring a batch each."""
         watch = Stopwatch(self, skip=1 + self.state.plan.workers, steps=steps, traces=traces)
         self._run(watch.stop + 1, watch)
         return watch
-
-    def steps_per_round(self) -> int:
-        """As many steps as fit into ROUND_SECONDS by the warm steps; the same on every rank."""
-        fitting = int(ROUND_SECONDS * WARM_STEPS / self.warm_seconds)
-        return int(self.world.broadcast_object(min(MOST_STEPS, max(LEAST_STEPS, fitting))))
 
     def synchronize(self) -> None:
         """Wait for the device."""

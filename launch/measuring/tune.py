@@ -244,7 +244,7 @@ def try_setting(session: TrialSession, setting: Setting, shares: int, limit: flo
 
 def alternate(base: TrialSession, other: TrialSession, found: PairedRounds, end: float, limit: float) -> None:
     """Add rounds of both to `found`, in turn, which of them is first too, until about `end`."""
-    steps, length = base.steps_per_round(), 0.0
+    steps, length = base.steps_per_round, 0.0
     while True:
         began, rounds = now(), len(found.ratios)
         goes_on = rounds < MOST_ROUNDS and began + length <= (end if rounds >= LEAST_ROUNDS else limit)

@@ -73,7 +73,7 @@ def test_when_a_job_requeues_itself(
 def test_a_requeue_is_tried_until_slurm_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     silent, done = client.Done((), 1, "", "no controller"), client.Done((), 0, "", "")
     answers = iter([silent, silent, done])
-    monkeypatch.setattr(legs, "run_slurm", lambda *_: next(answers, silent))
+    monkeypatch.setattr(client, "run_slurm", lambda *_: next(answers, silent))
     monkeypatch.setattr(client, "show", lambda kind, job: {})
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     assert not requeue("7", lambda: 100.0)

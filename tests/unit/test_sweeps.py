@@ -317,8 +317,9 @@ def test_a_range_and_the_times_to_draw_go_together(words: str) -> None:
 
 @pytest.mark.parametrize(("direction", "kept"), [("min", [1, 2]), ("max", [4, 3])])
 def test_the_better_half_goes_on_by_the_mean_of_its_seeds(
-    tmp_path: Path, direction: str, kept: list[int]
+    tmp_path: Path, direction: str, kept: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("isobatch.launch.sweeps.sweep._monitor", lambda _: ("loss", direction))
     runs = []
     for lr, curves in {1: "25 37", 2: "19 59", 3: "78 78", 4: "98 86", 5: "x1 18"}.items():
         for seed, curve in enumerate(curves.split()):
@@ -331,7 +332,7 @@ def test_the_better_half_goes_on_by_the_mean_of_its_seeds(
             run.write_summary({"planned_steps": 10, "status": "stopped"})
             one = trained(lr=lr, seed=seed)
             runs.append(dataclasses.replace(one, run=run, metrics={}))
-    scores, going = judge(runs, 0.5, 3, ("loss", direction))
+    scores, going = judge(runs, 0.5, 3)
     assert [one.values["lr"] for one in going] == [lr for lr in kept for _ in "01"]
     assert scores['{"lr": 1}'] == 2.5
     assert [one.stopped for one in runs if one in going] == [0] * 4

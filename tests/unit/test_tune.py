@@ -73,7 +73,7 @@ class Steps:
     def __init__(self, seconds: list[float]) -> None:
         self.seconds = iter(seconds)
         self.world = SimpleNamespace(broadcast_object=lambda value: value)
-        self.steps_per_round = lambda: 4
+        self.steps_per_round = 4
 
     def round(self, _steps: int) -> Any:
         seconds = next(self.seconds)

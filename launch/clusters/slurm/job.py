@@ -10,10 +10,9 @@ the job requeues itself.
 from __future__ import annotations
 
 import os
-import secrets
-import shutil
 import signal
 import socket
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,7 +31,7 @@ from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import RunFolder, Verdict
 from isobatch.launch.clusters.cluster import Cluster, JobState, refuse_if_in_a_job
 from isobatch.launch.clusters.slurm import client, legs
-from isobatch.launch.clusters.slurm.node import meeting_folder
+from isobatch.launch.clusters.slurm.node import MEETING
 from isobatch.launch.clusters.slurm.step import Step, explain_end, srun_command, unreachable_nodes
 from isobatch.launch.local import launch_run
 from isobatch.launch.local.placement import ends_of_logs
@@ -179,10 +178,11 @@ class Slurm(Cluster):
 
     def _run_step(self, run: RunFolder) -> tuple[Verdict | None, str]:
         """A step's verdict, and what its srun said."""
-        nonce = secrets.token_hex(8)
-        folder = meeting_folder(run.folder, nonce)
-        folder.mkdir(parents=True)
-        try:
+        place = run.folder / "slurm"
+        with tempfile.TemporaryDirectory(prefix=MEETING, dir=place, ignore_cleanup_errors=True) as meeting:
+            nonce = Path(meeting).name.removeprefix(
+                MEETING
+            )  # no file of an earlier step is taken for its own
             port = str(self._listener.getsockname()[1])
             address = client.show("node", self.nodes[0]).get("NodeAddr", "") if len(self.nodes) > 1 else ""
             words = (nonce, ",".join(self.nodes), port, *([address] if address else ()))
@@ -193,8 +193,6 @@ class Slurm(Cluster):
             step = Step(srun_command(run, self.nodes, self.allocation, self.request, words))
             self._watch(run, step, nonce)
             return self._verdict(run, nonce, step), step.said()
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
 
     def _watch(self, run: RunFolder, step: Step, nonce: str) -> None:
         """Wait for the end of the step; repeat a stop until it ends: srun may not be ready for the first."""

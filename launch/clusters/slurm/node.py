@@ -23,7 +23,7 @@ from typing import IO, Any
 from isobatch.core import atomic_files
 from isobatch.core.errors import BUG, DONE, WRONG_INPUT, UserError
 from isobatch.core.measures import wait_for
-from isobatch.core.package import TORCHRUN_SCRIPT, TRAIN_SCRIPT
+from isobatch.core.package import LAUNCHER_SCRIPT, TRAIN_SCRIPT
 from isobatch.core.plan import Plan
 from isobatch.core.terminal import print_lines
 from isobatch.engine.distributed.stop_signals import StopFlag
@@ -32,6 +32,8 @@ from isobatch.launch.clusters.slurm.step import ORPHANED
 from isobatch.launch.local.accelerate_launcher import ignore_stop_signals, relay_output
 from isobatch.launch.local.interfaces import gloo_interface, is_loopback, local_address, serve_store
 
+MEETING = "meeting-"
+"""Before the nonce of a step: the folder in which its nodes meet."""
 REPEAT_SIGNAL_SECONDS = 2.0
 """Between two stop signals: one that comes while a worker still starts is ignored."""
 JOIN_SECONDS = 120
@@ -51,7 +53,7 @@ def node(words: Sequence[str]) -> int:
         raise UserError("node: runs in a step of a Slurm job, which `job` starts")
     run, os.environ[NONCE] = RunFolder(Path(words[0])), words[1]
     nodes = tuple(words[2].split(","))
-    folder = meeting_folder(run.folder, words[1])
+    folder = run.folder / "slurm" / f"{MEETING}{words[1]}"
     meeting = Meeting(folder, nodes, nodes.index(name), int(words[3]), tuple(words[4:]))
     with StopFlag() as stop:
         try:
@@ -65,11 +67,6 @@ def node(words: Sequence[str]) -> int:
     with contextlib.suppress(OSError):  # srun, which reads what is printed, is gone as well
         print_lines(f"isobatch: {nodes[0]} is gone, and the job's script with it")
     return ORPHANED
-
-
-def meeting_folder(run: Path, nonce: str) -> Path:
-    """Where the nodes of one attempt meet: no file of an earlier one can be taken for its own."""
-    return run / "slurm" / f"meeting-{nonce}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +136,7 @@ def _train(run: RunFolder, meeting: Meeting, stop: StopFlag) -> int:
 def _torchrun_command(run: RunFolder, meeting: Meeting, endpoint: str) -> list[str]:
     """The torchrun command. accelerate would probe the port and find it in use, by our own store."""
     return [
-        *(sys.executable, "-P", str(TORCHRUN_SCRIPT)),
+        *(sys.executable, "-P", str(LAUNCHER_SCRIPT), "torch.distributed.run"),
         f"--nnodes={len(meeting.nodes)}",
         f"--node-rank={meeting.rank}",
         f"--nproc-per-node={run.plan.processes // len(meeting.nodes)}",
