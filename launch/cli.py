@@ -92,8 +92,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):  # where the locale is ASCII, as LC_ALL=C may be
         sys.stdout.reconfigure(errors="backslashreplace")
     os.environ.setdefault("ISOBATCH_STARTED", str(time.time()))
-    for name, value in {**BEFORE_TORCH, "TRANSFORMERS_VERBOSITY": "error"}.items():
-        os.environ.setdefault(name, value)
+    os.environ.update({**BEFORE_TORCH, "TRANSFORMERS_VERBOSITY": "error", **os.environ})
     debug = "--debug" in arguments
     if not debug:
         warnings.filterwarnings("ignore", category=FutureWarning)  # of libraries, about each other

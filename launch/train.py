@@ -25,8 +25,7 @@ def work() -> int:
 
 
 if __name__ == "__main__":
-    for name, value in BEFORE_TORCH.items():
-        os.environ.setdefault(name, value)
+    os.environ.update({**BEFORE_TORCH, **os.environ})
     code = guarded(work, debug="--debug" in sys.argv)
     # torchrun treats any other code as a crash and would kill ranks that are still writing.
     sys.exit(DONE if code == STOPPED else code)

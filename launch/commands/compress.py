@@ -87,10 +87,9 @@ def compress(words: Sequence[str]) -> int:
     """Usage: auto --task compress --data FOLDER --model MODEL [--fast] [flags of the three stages]
     [--quantize dynamic,static,int8-qat,int4] [--choose smallest|fastest|accurate|"within 0.5%"] [--anyway]
     """
-    options, flags = parse_stages(words)
+    options, stages, flags = parse_stages(words)
     for library in ("onnx", "onnxruntime", "onnxscript", "matplotlib"):
         need(library, "--task compress")
-    stages = stages_of(options.quantize)
     runs: dict[str, RunFolder] = {}
     for number, stage in enumerate(stages, start=1):
         print_lines(f"compress: stage {number} of {len(stages)}, {stage.name}")
@@ -154,8 +153,8 @@ def check_worth(run: RunFolder, anyway: bool) -> None:
         print_lines(f"compress: {verdict}")
 
 
-def parse_stages(words: Sequence[str]) -> tuple[CompressOptions, dict[str, dict[str, str]]]:
-    """(options of the chain, name of a stage -> its flags), all checked before the first stage trains.
+def parse_stages(words: Sequence[str]) -> tuple[CompressOptions, list[Stage], dict[str, dict[str, str]]]:
+    """(options of the chain, its stages, name of each -> its flags), all checked before the first one trains.
 
     Raises UserError.
     """
@@ -177,7 +176,7 @@ def parse_stages(words: Sequence[str]) -> tuple[CompressOptions, dict[str, dict[
     start = {k: v for k, v in flags[STAGES[0]].items() if k in ONLY_FIRST}
     for stage in stages:
         parse_request(_words_of(stage.task, flags[stage.name] | start), "auto")
-    return options, flags
+    return options, stages, flags
 
 
 def _words_of(stage: str, flags: Mapping[str, str]) -> list[str]:

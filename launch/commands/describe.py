@@ -66,12 +66,17 @@ def describe(words: Sequence[str]) -> int:
     elif task_word(name) not in TASKS and not is_task_file(name):
         raise UserError(no_command(name))
     else:
-        groups, notes = _task_groups(name)
-        shown = [] if options.all else usual_flags(workload(name))
+        chosen, notes = workload(name), []
+        defaults = dict(chosen.task.defaults)
+        groups = {t: [_flag(f, defaults) for f in found.values()] for t, found in task_flags(name).items()}
+        for preset, values in chosen.task.presets.items():
+            said = (f"{flag.replace('_', '-')} {value_text(value)}" for flag, value in values.items())
+            notes.append(f"--preset {preset}: {', '.join(said)}")
+        shown = [] if options.all else usual_flags(chosen)
     told = f"{len(shown)} of {sum(map(len, groups.values()))} flags; all of them: describe {name} --all"
     rows = {title: [r for r in own if not shown or r["flag"] in shown] for title, own in groups.items()}
-    said = [told] if shown else notes
-    text = fitted(rendered(__file__, "describe", groups=rows, notes=said, text=value_text))
+    notes_shown = [told] if shown else notes
+    text = fitted(rendered(__file__, "describe", groups=rows, notes=notes_shown, text=value_text))
     return print_answer({"task": name, "flags": groups, "notes": notes}, text, options.json)
 
 
@@ -90,18 +95,6 @@ def task_flags(name: str) -> dict[str, dict[str, Flag]]:
         "plan: how fast": flags_of(PlanOptions),
         "run: where it is kept": flags_of(RunOptions),
     }
-
-
-def _task_groups(name: str) -> tuple[dict[str, list[dict[str, Any]]], list[str]]:
-    """Title -> rows of a task's flags, and its presets in words."""
-    chosen = workload(name)
-    defaults = dict(chosen.task.defaults)
-    rows = {title: [_flag(f, defaults) for f in found.values()] for title, found in task_flags(name).items()}
-    notes = []
-    for preset, values in chosen.task.presets.items():
-        said = (f"{flag.replace('_', '-')} {value_text(value)}" for flag, value in values.items())
-        notes.append(f"--preset {preset}: {', '.join(said)}")
-    return rows, notes
 
 
 def _flag(flag: Flag, defaults: dict[str, Any]) -> dict[str, Any]:

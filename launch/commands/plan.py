@@ -131,10 +131,8 @@ def _targets(request: Request, names: Sequence[str], flag: str) -> list[Target]:
     print_lines(*request.notes, quiet=request.run.quiet)
     task, data = request.workload.make(request.recipe)
     facts = planned_facts(request, task, data)
-    return [
-        Target(name, request.workload, request.recipe, facts, machine, request.plan)
-        for name, machine in machines.items()
-    ]
+    asked = request.workload, request.recipe, facts
+    return [Target(name, *asked, machine, request.plan) for name, machine in machines.items()]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

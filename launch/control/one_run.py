@@ -7,6 +7,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,12 +116,8 @@ class LogReader:
         self.path, self._to = path, to
         self._offset, self.last = 0, ""
 
-    def skip(self) -> None:
-        """What is there counts as printed."""
-        self._offset = self.path.stat().st_size if self.path.exists() else 0
-
     def print_new(self, lines: int | None = None) -> None:
-        """Print the lines that are new, the last `lines` of them at most."""
+        """Print the lines that are new, the last `lines` of them at most; with 0 they count as printed."""
         if not self.path.exists():
             return
         with self.path.open("rb") as stream:
@@ -130,7 +127,7 @@ class LogReader:
             whole = stream.read().rpartition(b"\n")
         self._offset += len(whole[0]) + len(whole[1])
         found = whole[0].decode(errors="replace").split("\n") if whole[1] else []
-        for line in found[-lines:] if lines else found:
+        for line in deque(found, lines):
             if self._to is not None:
                 print(printable(line), file=self._to, flush=True)
             self.last = line

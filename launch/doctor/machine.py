@@ -160,8 +160,7 @@ def check_folder(name: str, folder: Path, flag: str) -> list[Check]:
     elsewhere = f"choose a folder on another disk ({flag})"
     try:
         with tempfile.TemporaryDirectory(dir=place, prefix=".isobatch-doctor-") as made:
-            free = shutil.disk_usage(place).free
-            return [check_space(name, place, free, elsewhere), check_locks(name, made, elsewhere)]
+            return [check_space(name, place, elsewhere), check_locks(name, made, elsewhere)]
     except OSError as error:
         mend = f"df -h {place}; chmod u+w {place}; {elsewhere}"
         if path.is_relative_to(home := Path.home()) and not home.is_dir():
@@ -177,8 +176,9 @@ def check_access(name: str, folder: Path, mode: int, flag: str) -> Check:
     return ok_if(is_well, name, f"{folder}{'' if is_well else f': {place} is closed to this user'}", remedy)
 
 
-def check_space(name: str, folder: Path, free: int, elsewhere: str) -> Check:
-    """`free`: bytes of the folder's disk."""
+def check_space(name: str, folder: Path, elsewhere: str) -> Check:
+    """A line on what is free on the folder's disk."""
+    free = shutil.disk_usage(folder).free
     say = broken if free < FULL_BYTES else warning
     name, text = f"{name} space", f"{folder}: {format_bytes(free)} are free"
     if free >= SCARCE_BYTES:

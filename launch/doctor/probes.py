@@ -130,15 +130,14 @@ def all_reduce(backend: str, processes: int) -> str:
 
 def _sum_ones(rank: int, backend: str, processes: int, meeting: str) -> None:
     import torch
-    import torch.distributed as dist
 
     device = f"cuda:{rank}" if backend == "nccl" else "cpu"
     if backend == "nccl":
         torch.cuda.set_device(rank)
     limit = datetime.timedelta(seconds=GROUP_SECONDS)
-    dist.init_process_group(backend, meeting, limit, rank=rank, world_size=processes)
+    torch.distributed.init_process_group(backend, meeting, limit, rank=rank, world_size=processes)
     ones = torch.ones(1 << 22, device=device)
-    dist.all_reduce(ones)
+    torch.distributed.all_reduce(ones)
     if float(ones[0]) != processes:
         raise ArithmeticError(f"the sum of {processes} ones was {float(ones[0])}")
-    dist.destroy_process_group()
+    torch.distributed.destroy_process_group()

@@ -5,7 +5,6 @@ it ended, who waits for whom, and whether its records are whole.
 from __future__ import annotations
 
 import re
-import shutil
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -68,7 +67,7 @@ def check_run(folder: Path) -> Iterator[Check]:
             yield check_ranks(record, age, training, str(folder), longest)
     except DAMAGE as error:
         yield warning("ranks", f"ranks.json: {first_line(error)[:200]}", f"rm {run.rank_record}")
-    space = check_space("disk", folder, shutil.disk_usage(folder).free, "move the run to another disk")
+    space = check_space("disk", folder, "move the run to another disk")
     is_done = space.remedy and run.status_or_none() == "done"  # it writes nothing more
     yield warning(space.name, space.text, space.remedy) if is_done else space
 

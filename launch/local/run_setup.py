@@ -9,7 +9,7 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from isobatch.core import atomic_files, hub_cache
 from isobatch.core.errors import UserError
@@ -19,6 +19,7 @@ from isobatch.core.flags import build_options
 from isobatch.core.optimizers import OPTIMIZERS
 from isobatch.core.package import CACHE, cache_folder
 from isobatch.core.plan import INVARIANCES, Plan, PlanOptions
+from isobatch.core.recipe import Recipe
 from isobatch.core.strategies import traits_of
 from isobatch.core.terminal import doing, print_lines, rendered
 from isobatch.data.base import Data, in_train
@@ -45,10 +46,7 @@ from isobatch.launch.local.arguments import Request, read_command
 from isobatch.models import hub
 from isobatch.models.capabilities import KeepsRows
 from isobatch.models.causal_lm import known_models
-
-if TYPE_CHECKING:
-    from isobatch.core.recipe import Recipe
-    from isobatch.models.protocols import Batches
+from isobatch.models.protocols import Batches
 
 
 def planned_facts(request: Request, task: Any, data: Any) -> Facts:
@@ -322,7 +320,14 @@ def locate_data(run: RunFolder, data: str | None, mend: bool = False) -> None:
             way = "; put it back, say where it lies now (receipt check --base), or hand over the run (--run)"
         raise UserError(f"{error}{'' if data and '--data' in way else way}") from None
     new_facts = prepare(data_source, partial(print_lines, quiet=run.options().quiet))
-    refuse_other_data(run, new_facts)
+    if new_facts.fingerprint != run.facts.fingerprint:
+        prints = f"fingerprint {new_facts.fingerprint} against {run.facts.fingerprint}"
+        said = f"the data is not what {run.folder} was trained on ({prints})"
+        raise OtherDataError(f"{said}: --again starts a new run, `evaluate --test FILE` measures it", prints)
+    if differing := run.facts.differing_fields(new_facts):
+        what = f"{', '.join(differing)} differs from the data's"
+        said = f"{run.folder}/facts.json was changed: {what}"
+        raise OtherDataError(f"{said}; put it right or start a new run with --again", what)
     keep(new_facts)
 
 
@@ -389,18 +394,6 @@ def _prepared_facts(run: RunFolder) -> Facts | None:
             if found.fingerprint == run.facts.fingerprint and not run.facts.differing_fields(found):
                 return found
     return None
-
-
-def refuse_other_data(run: RunFolder, new_facts: Facts) -> None:
-    """Raises UserError where the data is not what the run was trained on."""
-    if new_facts.fingerprint != run.facts.fingerprint:
-        prints = f"fingerprint {new_facts.fingerprint} against {run.facts.fingerprint}"
-        said = f"the data is not what {run.folder} was trained on ({prints})"
-        raise OtherDataError(f"{said}: --again starts a new run, `evaluate --test FILE` measures it", prints)
-    if differing := run.facts.differing_fields(new_facts):
-        what = f"{', '.join(differing)} differs from the data's"
-        said = f"{run.folder}/facts.json was changed: {what}"
-        raise OtherDataError(f"{said}; put it right or start a new run with --again", what)
 
 
 def plan_options_from_request(values: Mapping[str, Any]) -> PlanOptions:

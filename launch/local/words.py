@@ -170,8 +170,7 @@ def flags_of_files(flags: Mapping[str, str]) -> dict[str, str]:
     values = _read_mapping(path, typed)
     if given == ["config"] and not ("task" in values and isinstance(values.get("options"), dict)):
         texts = {name: _as_text(f"{typed}: {name}", value) for name, value in values.items()}
-        names = {name: str(name).lstrip("-").replace("-", "_") for name in texts}
-        return {names[name]: text for name, text in texts.items() if text not in NOTHING}
+        return {str(k).lstrip("-").replace("-", "_"): v for k, v in texts.items() if v not in NOTHING}
     recipe = Recipe.from_dict(atomic_files.read_json(path))  # of a run, whoever made it
     consent.require(recipe, path.parent, flags.get("trust", "").lower() in ON_WORDS)
     consent.require_reading(recipe, path.parent, flags.keys())  # what is typed instead is not read

@@ -10,17 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from isobatch.core.number_ranges import Positive
+from isobatch.engine.distributed.communicator import Communicator
 from isobatch.engine.machine.detect import allowed_cpus
 from isobatch.engine.runs.peak_memory import peak_bytes
 from isobatch.launch.local.options import AnswerOptions
 from isobatch.launch.measuring.trial import Variant, answer_in_world, trial
 from isobatch.launch.measuring.tune import settings
-
-if TYPE_CHECKING:
-    from isobatch.engine.distributed.communicator import Communicator
 
 TRACE_FILE = "trace.json"
 DEVICE_USE, MEMORY, DATA_WAIT = 0.90, 0.80, 0.10
@@ -60,7 +58,7 @@ def measure(base: Variant, world: Communicator, options: ProfileOptions, folder:
     on_cpu = min(1.0, watch.busy / watch.wall / max(1, cores))
     micro_batches = fmean(len(work.micro_batches) for work in works)
     own_samples = fmean(sum(len(m.positions) for m in work.micro_batches) for work in works)
-    found = {
+    found: dict[str, Any] = {
         "steps": steps,
         "step_seconds": watch.wall / steps,
         "parts": {name: seconds / steps for name, seconds in watch.parts.items()},

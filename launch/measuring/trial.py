@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -33,6 +33,7 @@ from isobatch.core.package import ROOT
 from isobatch.core.plan import Plan
 from isobatch.core.terminal import print_answer, print_lines, rendered
 from isobatch.engine.distributed.communicator import Communicator
+from isobatch.engine.loading.loader import StepWork
 from isobatch.engine.loading.prepare import prepare
 from isobatch.engine.machine.detect import detect, rank_and_world_size
 from isobatch.engine.planning.estimate import Target
@@ -40,15 +41,12 @@ from isobatch.engine.runs.run_folder import run_name
 from isobatch.engine.train.build import Builder
 from isobatch.engine.train.hooks import Hook, Hooks, Seen
 from isobatch.engine.train.loop import run_phase
+from isobatch.engine.train.state import Training
 from isobatch.launch.local.accelerate_launcher import launch_workers
 from isobatch.launch.local.arguments import parse_request
 from isobatch.launch.local.run_setup import prepare_facts
 from isobatch.models.attention_functions import register_again, registered_attention
 from isobatch.models.base import ModelSize
-
-if TYPE_CHECKING:
-    from isobatch.engine.loading.loader import StepWork
-    from isobatch.engine.train.state import Training
 
 WARM_STEPS = 2
 ROUND_SECONDS = 0.4
@@ -109,7 +107,13 @@ def answer_in_world(
     # More loader processes than cores are tried on purpose: they may wait for a slow storage.
     warnings.filterwarnings("ignore", message="This DataLoader will create")
     if base.plan.processes > world_size:
-        return _in_processes(words, command, base.plan)
+        script = str(ROOT / "launch" / "__main__.py")
+        with tempfile.TemporaryDirectory() as temporary:
+            code, _ = launch_workers(base.plan, [script, command, *words], Path(temporary))
+            if code != DONE:
+                sys.stderr.write((Path(temporary) / "launcher.log").read_text(errors="replace")[-4000:])
+                raise UserError(f"{command}: its {base.plan.processes} processes ended with {code}")
+        return DONE  # rank 0 has printed
     folder = Path(request.run.out).expanduser() / kind / (request.run.name or run_name(request.recipe))
     world, options = Communicator(base.plan), options_class(**request.extra)
     with atomic_files.explain_write_errors(folder):
@@ -123,17 +127,6 @@ def answer_in_world(
         sys.stdout.flush()
         world.close()
         world.exit_process(DONE)
-    return DONE
-
-
-def _in_processes(words: Sequence[str], command: str, plan: Plan) -> int:
-    """Run the command in the processes of its plan, of which rank 0 prints."""
-    with tempfile.TemporaryDirectory() as folder:
-        script = str(ROOT / "launch" / "__main__.py")
-        code, _ = launch_workers(plan, [script, command, *words], Path(folder))
-        if code != DONE:
-            sys.stderr.write((Path(folder) / "launcher.log").read_text(errors="replace")[-4000:])
-            raise UserError(f"{command}: its {plan.processes} processes ended with {code}")
     return DONE
 
 

@@ -12,8 +12,9 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from isobatch.core.errors import first_line
 from isobatch.core.flags import spelling, value_text
@@ -21,14 +22,10 @@ from isobatch.core.measures import now
 from isobatch.core.number_ranges import AboveZero
 from isobatch.core.plan import INVARIANCES
 from isobatch.core.terminal import print_lines
+from isobatch.engine.distributed.communicator import Communicator
 from isobatch.engine.runs.classify_errors import classify
 from isobatch.launch.local.options import AnswerOptions
 from isobatch.launch.measuring.trial import TrialSession, Variant, answer_in_world, trial
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from isobatch.engine.distributed.communicator import Communicator
 
 RESERVED_SECONDS = 2.0
 """For the end of the process."""

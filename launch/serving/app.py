@@ -7,7 +7,7 @@ import json
 import traceback
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -18,14 +18,13 @@ from starlette.routing import Route
 from isobatch.core.errors import UserError
 from isobatch.core.flags import nearest_hint
 from isobatch.data.interactions.formats import usual_column
+from isobatch.launch.predicting.predict import Answerer
 from isobatch.launch.predicting.tables import ITEMS_COLUMN, UnansweredRowError, UserReader, without_values
+from isobatch.models.protocols import Predictor
 
-if TYPE_CHECKING:
-    from isobatch.launch.predicting.predict import Answerer
-    from isobatch.models.protocols import Predictor
+Asked = tuple[Sequence[Any], asyncio.Future[list[dict[str, Any]]]]
+"""Samples, and where their answers go."""
 
-    Asked = tuple[Sequence[Any], asyncio.Future[list[dict[str, Any]]]]
-    """Samples, and where their answers go."""
 
 MAX_BODY_BYTES = 1 << 20
 MAX_ANSWERED = 500

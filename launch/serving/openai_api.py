@@ -12,8 +12,9 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -23,13 +24,9 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.package import table_beside
 from isobatch.data.chat_formats import VALUES_COLUMN, parse_message_list, template_values
+from isobatch.data.text.chat_templates import ChatTemplate
 from isobatch.launch.serving.app import application, error_body, read_body, refuse_unknown
 from isobatch.models.causal_lm.generation import Sampling, TextStream
-
-if TYPE_CHECKING:
-    from starlette.applications import Starlette
-
-    from isobatch.data.text.chat_templates import ChatTemplate
 
 COMPLETION_TOKENS, ANSWER_TOKENS = 16, 256
 """`max_tokens` where the request has none: OpenAI's, and enough for an answer."""

@@ -88,8 +88,7 @@ def train_sweep(points: Sequence[Point], options: AutoOptions) -> int:
     runs, rungs, keeps = list[Trained](), list[dict[str, Any]](), options.halving or 0
     for number, point in enumerate(points, 1):
         request = labelled(point)
-        fields = {**request.recipe.options, **request.recipe.to_dict()}
-        values = {name: to_json_value(fields[name]) for name in point[1]}
+        values = {name: to_json_value(request.recipe.values()[name]) for name in point[1]}
         runs.append(Trained(title=f"run {number} of {len(points)}", request=request, values=values))
     first, asked = points[0][0], by_setting(runs)
     if keeps and (len(asked) < 2 or len(first.workload.make(first.recipe)[0].phases()) > 1):

@@ -132,7 +132,7 @@ def test_a_recipe_file_is_planned_on_its_data(recipe: Path, hub: Hub, tmp_path: 
     """By the command in its comment. Of a sweep one point has a plan; of a chain the flags are sorted."""
     (typed,) = re.findall(r"^#.*?isobatch (auto --config .*)", recipe.read_text(), re.M)
     if recipe.stem == "compress":
-        _, stages = parse_stages(["--config", str(recipe), "--model", "tiny", "--data", "demo"])
+        _, _, stages = parse_stages(["--config", str(recipe), "--model", "tiny", "--data", "demo"])
         assert [flags["mode"] for flags in stages.values()] == 3 * ["fast"]
         return
     (tmp_path / recipe.name).write_bytes(recipe.read_bytes())

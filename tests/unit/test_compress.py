@@ -113,7 +113,7 @@ def test_each_stage_that_is_there_may_have_its_own_length(quantize: str) -> None
     stages = stages_of(quantize.split(","))
     steps = [str(number) for number in range(1, len(stages) + 1)]
     words = ["--task", "compress", "--quantize", quantize, "--steps", ",".join(steps)]
-    assert [flags["steps"] for flags in parse_stages(words)[1].values()] == steps
+    assert [flags["steps"] for flags in parse_stages(words)[2].values()] == steps
 
 
 def test_a_chain_has_no_plan_of_its_own() -> None:

@@ -6,7 +6,9 @@ import errno
 import json
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import filelock
 import pytest
@@ -69,7 +71,9 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str, str, str]] = {
     "one core of many": (lambda _: machine.check_cores(1, 64), "cores", "warning", "--cpus-per-task"),
     "no /dev/shm": (lambda tmp: machine.check_shm(tmp / "shm"), "/dev/shm", "warning", "--shm-size"),
     "a full disk": (
-        lambda tmp: machine.check_space("runs", tmp, 10**6, "--out"),
+        patch("shutil.disk_usage", lambda _: SimpleNamespace(free=10**6))(
+            lambda tmp: machine.check_space("runs", tmp, "--out")
+        ),
         *("runs space", "broken", "du -sh"),
     ),
     "a world left in the shell": (

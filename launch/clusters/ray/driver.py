@@ -191,7 +191,7 @@ def train_until_done(request: Request, options: RayOptions, processes: int) -> i
     ray = Ray()
     ray.options, ray.stop = options, StopFlag()
     ray.log = LogReader(run.folder / "log.txt", None if request.run.quiet else sys.stderr)
-    ray.log.skip()
+    ray.log.print_new(0)
     plan = atomic_files.json_text({**options_to_dict(request.plan), "processes": None})
     own = {"processes": processes, "cpus": options.cpus_per_worker or 0, "folder": str(Path.cwd())}
     ray.order = {**own, "plan": plan}

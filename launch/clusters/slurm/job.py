@@ -54,7 +54,7 @@ def job(words: Sequence[str]) -> int:
     allocation = client.Allocation.from_environment(os.environ)
     request = legs.JobRequest.read(run.folder)
     slurm = Slurm()
-    with slurm.stop as stop:
+    with JobStop() as stop:
         if run.status() == "done":
             return DONE
         refuse_if_in_a_job(run, allocation.job)
@@ -63,7 +63,8 @@ def job(words: Sequence[str]) -> int:
                 consent.require(run.recipe, run.folder)
                 launch_run.wait_for_orphans(run)
                 client.update_job_record(run, job=allocation.job, cancel=None)
-                slurm.begin(run, allocation, request)
+                locate_data(run, None, mend=True)
+                slurm.begin(allocation, request, stop)
                 verdict = launch_run.train_with_restarts(run, slurm)
             except UserError as error:
                 verdict = Verdict(error.exit_code, str(error))
@@ -99,9 +100,6 @@ class JobStop(StopFlag):
 class Slurm(Cluster):
     """Slurm. Each attempt is one srun step on the nodes that a job still has, asked from inside of it."""
 
-    def __init__(self) -> None:
-        self.stop = JobStop()
-
     def state(self, runs: Sequence[RunFolder]) -> dict[Path, JobState]:
         jobs = {run.folder: job for run in runs if (job := client.last_job_of(run))}
         known = client.job_states(list(jobs.values()))
@@ -117,9 +115,9 @@ class Slurm(Cluster):
         if done.returncode or done.stderr.strip():
             raise UserError(f"scancel {job.job}: {client.error_of(done) or done.stderr.strip()}")
 
-    def begin(self, run: RunFolder, allocation: client.Allocation, request: legs.JobRequest) -> None:
+    def begin(self, allocation: client.Allocation, request: legs.JobRequest, stop: JobStop) -> None:
         """Inside a job, before its first attempt."""
-        self.allocation, self.request = allocation, request
+        self.allocation, self.request, self.stop = allocation, request, stop
         self.nodes: tuple[str, ...] = ()
         """Of the newest attempt."""
         self.clock = legs.LegClock(lambda: client.seconds_left(allocation.job), request.seconds)
@@ -128,7 +126,6 @@ class Slurm(Cluster):
         """Nodes on which srun could start nothing; Slurm may not have noticed yet."""
         self._listener = socket.create_server(("", 0))
         """Open as long as this process is there, for nodes that ask whether it is."""
-        locate_data(run, None, mend=True)
 
     def requeue_or_stop(self, run: RunFolder, reason: str) -> None:
         """After a stop: requeue the job if it made progress, and say so. `reason`: as JobStop says it."""
