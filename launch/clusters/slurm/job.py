@@ -53,8 +53,8 @@ def job(words: Sequence[str]) -> int:
     run = RunFolder.open(one_run(words, "job"))
     allocation = client.Allocation.from_environment(os.environ)
     request = legs.JobRequest.read(run.folder)
-    slurm = Slurm()
-    with JobStop() as stop:
+    slurm, stop = Slurm(), JobStop()
+    with stop:
         if run.status() == "done":
             return DONE
         refuse_if_in_a_job(run, allocation.job)
