@@ -15,7 +15,6 @@ from tokenizers.trainers import BpeTrainer
 
 from isobatch.core import hub_cache
 from isobatch.core.errors import UserError, explain_errors, nearest_file
-from isobatch.core.hub_cache import explain_hub_error
 from isobatch.core.package import table_beside
 from isobatch.data.digests import file_hash
 
@@ -189,7 +188,7 @@ def download(name: str, revision: str | None) -> Path:
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
     except Exception as error:  # network, missing repository, gated: each becomes one line for the user
-        raise UserError(f"the tokenizer of {name}: {explain_hub_error(error, revision)}") from None
+        raise UserError(f"the tokenizer of {name}: {hub_cache.explain_hub_error(error, revision)}") from None
 
 
 def train_byte_level_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:

@@ -15,7 +15,6 @@ from isobatch.core import hub_cache
 from isobatch.core.atomic_files import read_json
 from isobatch.core.errors import IsobatchError, NotHereError, UserError, first_line, nearest_file
 from isobatch.core.flags import nearest_hint
-from isobatch.core.hub_cache import explain_hub_error
 
 ADAPTER_CONFIG = "adapter_config.json"
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -60,7 +59,7 @@ def _asking_the_hub(name: str, revision: str | None, flag: str) -> Iterator[None
     try:
         yield
     except Exception as error:  # network, missing repository, gated: all are one line to the user
-        raise UserError(f"{flag} {name}: {explain_hub_error(error, revision)}") from None
+        raise UserError(f"{flag} {name}: {hub_cache.explain_hub_error(error, revision)}") from None
 
 
 def _nearby(folder: Path) -> str:

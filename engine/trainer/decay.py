@@ -10,7 +10,7 @@ import dataclasses
 import shutil
 
 from isobatch.core import atomic_files
-from isobatch.core.errors import UserError, refuse
+from isobatch.core.errors import UserError, explain_errors, refuse
 from isobatch.core.flags import Interval
 from isobatch.core.recipe import Recipe
 from isobatch.engine.checkpointing import checkpoint
@@ -89,10 +89,9 @@ def _copy_until(run: RunFolder, fresh: RunFolder, name: str) -> None:
     """Copy a checkpoint and the rows before it, as a run of the new recipe would have written them."""
     target = fresh.checkpoints / f".{name}.copy"
     shutil.rmtree(target, ignore_errors=True)
-    try:
+    # It may be gone: a run that trains on keeps newer ones.
+    with explain_errors(f"--decay: {run.checkpoints / name} cannot be copied", OSError):
         shutil.copytree(run.checkpoints / name, target)
-    except OSError as error:  # such as a run that trains on, and keeps newer ones
-        raise UserError(f"--decay: {run.checkpoints / name} cannot be copied: {error}") from None
     state = atomic_files.read_json(target / "state.json")
     log = MetricsLog(fresh, writes=True)
     log.begin([state["progress"]["phase"]])
