@@ -50,6 +50,8 @@ class InteractionOptions:
     """What is trained on: pairs of a user and an item, or each user's last --max-length + 1 items in time."""
     catalogue: Literal["all", "taken"] = "all"
     """all: every item of the items' table is ranked and recommended. taken: those with an interaction."""
+    without_items: str | None = None
+    """Ids of what is no product, as shipping, with commas between them: its rows are left out."""
     min_rating: float = 0.0
     """Ratings below do not count as interactions."""
     user_column: str | None = None

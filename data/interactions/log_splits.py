@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -58,13 +59,17 @@ class Numbering:
         of = [place.setdefault(name, len(place)) if name else MISSING for name in (*names, "")]
         return np.array(of, np.int32)[coded.indices.fill_null(len(names)).to_numpy()]
 
-    def finish(self, named: Iterable[str] = ()) -> tuple[list[str], np.ndarray]:
-        """(all ids in order, also those `named`; (provisional numbers,) int32 the place of each)."""
+    def finish(
+        self, named: Iterable[str] = (), without: Collection[str] = ()
+    ) -> tuple[list[str], np.ndarray]:
+        """(all ids in order, those `named` too, none of `without`; (provisional numbers,) int32 the place of
+        each, or MISSING).
+        """
         own = self.names
-        names = list(dict.fromkeys((*own, *named)))
+        names = [name for name in dict.fromkeys((*own, *named)) if name not in without]
         names.sort(key=(lambda n: (int(n), n)) if all(n.isdecimal() for n in names) else str)
         place = {name: number for number, name in enumerate(names)}
-        return names, np.array([place[name] for name in own], np.int32)
+        return names, np.array([place.get(name, MISSING) for name in own], np.int32)
 
 
 def read_log(table: Table, users: Numbering, items: Numbering, notes: list[str]) -> InteractionLog:
@@ -146,19 +151,25 @@ class LogSplits:
         given = [] if self.negatives is None else [str(n) for n in np.unique(self.negatives)]
         self.users, of_users = users.finish()
         described = raw.items if self.options.catalogue == "all" else ()
-        self.items, of_items = items.finish([*described, *given])
-        self.notes += join_notes("users", [self.users[n] for n in of_users], raw.users)
-        self.notes += join_notes("items", [self.items[n] for n in of_items], raw.items)
+        out = {name.strip() for name in (self.options.without_items or "").split(",") if name.strip()}
+        self.items, of_items = items.finish([*described, *given], out)
+        rows, counts = Counter[str](), sum(log.counts("item", len(of_items)) for log in logs.values())
+        for name, count in zip(items.names, counts.tolist(), strict=True):  # 3 and 3.0 have one name
+            rows[name] += count
+        left = "".join(f", {name} ({rows.pop(name, 0):,} rows)" for name in sorted(out))
+        self.notes += [f"--without-items leaves out {left[2:]}"] * bool(out)
+        self.notes += join_notes("users", Counter(users.names), raw.users)
+        self.notes += join_notes("items", rows, raw.items)
         least = self.options.min_rating
         if least > 0 and any("rating" not in log.columns for log in logs.values()):
             raise UserError(f"--min-rating {least}: {self.recipe.data} has no ratings")
         has_times = "time" in next(iter(logs.values())).columns
         numbered = {s: renumbered(log, of_users, of_items, least) for s, log in logs.items()}
-        rows = sum(map(len, logs.values()))
-        if below := rows - sum(map(len, numbered.values())):
-            if below == rows:
-                raise UserError(f"--min-rating {least:g}: all {rows:,} ratings are below: give a lower one")
-            low = f"{below:,} of {rows:,} interactions are rated below --min-rating {least:g}"
+        numbered = {s: log.take(log.item != MISSING) for s, log in numbered.items()}
+        if below := rows.total() - sum(map(len, numbered.values())):
+            if below == rows.total():
+                raise UserError(f"--min-rating {least:g}: all {below:,} ratings are below: give a lower one")
+            low = f"{below:,} of {rows.total():,} interactions are rated below --min-rating {least:g}"
             self.notes.append(f"{low}: left out")
         return {s: self._without_repeats(log, s) for s, log in numbered.items()}, has_times
 
@@ -313,7 +324,7 @@ class LogSplits:
                 raise UserError(f"--data {self.recipe.data}: {why}")
             index = {name: number for number, name in enumerate(self.items)}
             named, where = np.unique(given, return_inverse=True)
-            return np.array([index[str(n)] for n in named], np.int32)[where.reshape(given.shape)]
+            return np.array([index.get(str(n), MISSING) for n in named], np.int32)[where.reshape(given.shape)]
         count = self.options.eval_negatives
         drawn = draw_eval_negatives(log.user, self.no_rivals[split], len(self.items), count)
         if short := int((drawn == MISSING).any(1).sum()):
@@ -322,8 +333,10 @@ class LogSplits:
         return drawn
 
 
-def join_notes(what: str, own: list[str], described: Collection[str]) -> Iterator[str]:
-    """What the ids of interactions and those of the table of texts look like, where few are equal."""
+def join_notes(what: str, own: Counter[str], described: Collection[str]) -> Iterator[str]:
+    """What the ids of interactions and those of the table of texts look like, where few are equal; the items
+    that the table lacks. `own`: id -> its rows.
+    """
     alone = [name for name in own if name not in described]
     bare = {name.lstrip("0"): name for name in described}
     if lost := [name for name in alone if name.lstrip("0") in bare]:
@@ -336,3 +349,8 @@ def join_notes(what: str, own: list[str], described: Collection[str]) -> Iterato
             f"{len(own) - len(alone):,} of {len(own):,} {what} with interactions are in the table of {what}:"
             f" ids such as {some_ids(alone)} are not" + f", and the table has {there}" * bool(there)
         )
+    elif described and alone and what == "items":
+        alone.sort(key=own.__getitem__, reverse=True)
+        most = ", ".join(f"{name} ({own[name]:,} of {own.total():,} rows)" for name in alone[:3])
+        most += f" and {len(alone) - 3:,} more" * (len(alone) > 3)
+        yield f"not in the table of items: {most}: what is no product, --without-items {alone[0]} leaves out"

@@ -84,6 +84,30 @@ def test_ratings_that_do_not_count_are_counted(tmp_path: Path) -> None:
     assert "6 of 24 interactions are rated below --min-rating 0: left out" in facts.extra["notes"]
 
 
+@pytest.mark.parametrize("out", ["", "ship", "ship, fee,gone", "3"])
+def test_items_that_are_no_products_are_named_and_left_out(out: str, tmp_path: Path) -> None:
+    """The table has 0 to 9 and `fee`; orders have `ship` and `odd` too."""
+    rows = [(n % 8, n % 10) for n in range(40)] + [
+        (n % 8, ("ship", "ship", "fee", "odd")[n % 4]) for n in range(16)
+    ]
+    write(tmp_path / "orders.csv", {"user": [u for u, _ in rows], "item": [i for _, i in rows]})
+    write(tmp_path / "items.csv", {"item": [*range(10), "fee"], "title": [f"book {n}" for n in range(11)]})
+    facts, splits = made(tmp_path, without_items=out or None)
+    left, said = {name.strip() for name in out.split(",")}, "\n".join(facts.extra["notes"])
+    assert set(read_names(facts.folder)["items"]) == {*map(str, range(10)), "ship", "fee", "odd"} - left
+    kept = {(str(u), str(i)) for u, i in rows if str(i) not in left}
+    assert {pair for part in splits.values() for pair in ids(facts, part)} == kept
+    whole = sum(str(i) not in left for _, i in rows)
+    named = f"ship (8 of {whole} rows), " * ("ship" not in left) + f"odd (4 of {whole} rows)"
+    first = "odd" if "ship" in left else "ship"
+    assert (
+        f"not in the table of items: {named}: what is no product, --without-items {first} leaves out" in said
+    )
+    assert ("--without-items leaves out fee (4 rows), gone (0 rows), ship (8 rows)" in said) == (
+        "fee" in left
+    )
+
+
 def test_a_user_who_took_everything_is_not_ranked_against_nobody(tmp_path: Path) -> None:
     taken = [("all", n) for n in range(6)] + [("some", n) for n in range(4)]
     write(tmp_path / "log.csv", {"user": [u for u, _ in taken], "item": [i for _, i in taken]})
