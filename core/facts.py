@@ -9,7 +9,7 @@ from typing import Any
 
 from isobatch.core.errors import UserError
 
-REMARKS = ("notes", "turns", "untaken")
+REMARKS = ("notes", "turns", "untaken", "held_out")
 """Fields of `extra` that say something of the data and decide nothing."""
 
 

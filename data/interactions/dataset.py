@@ -6,6 +6,7 @@ of each user lie in the folder `catalogue` beside the splits.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import numpy as np
 from isobatch.core.errors import UserError
 from isobatch.core.facts import Facts
 from isobatch.data import corpora, tokenizers
-from isobatch.data.base import TEST, WEIGHT, Columns, Ragged, save, save_array
+from isobatch.data.base import TEST, WEIGHT, Columns, Ragged, fingerprint, save, save_array
 from isobatch.data.digests import file_hash
 from isobatch.data.interactions import demo, formats, movielens
 from isobatch.data.interactions.log import MISSING, are_in, draw_eval_negatives, pair_keys
@@ -87,7 +88,7 @@ class Interactions(TokenizedData):
     """
 
     Options: ClassVar[type] = InteractionOptions
-    version: ClassVar[int] = 10
+    version: ClassVar[int] = 11
     cache_name: ClassVar[str] = "data.interactions.Interactions"
     demo_vocabulary_size: ClassVar[int] = 512
 
@@ -186,6 +187,11 @@ class Interactions(TokenizedData):
         titles = [raw.items[name].title if name in raw.items else name for name in items]
         names = {"users": users, "items": items, "titles": titles}
         (catalogue / NAMES_FILE).write_text(json.dumps(names, ensure_ascii=False))
+        measured = [
+            found.protocol,
+            *(fingerprint(folder / split) for split in found.logs if split != "train"),
+        ]
+        measured += [file_hash(catalogue / name) for name in ("history.npy", "starts.npy", NAMES_FILE)]
         if missing := int((of_items == MISSING).sum()):
             found.notes.append(f"{missing:,} of {len(items):,} items have no text: their ids alone count")
         return {
@@ -197,6 +203,7 @@ class Interactions(TokenizedData):
             "longest_text": int(tokens.lengths.max(initial=1)),
             **self._tokenizer_facts(tokenizer, special),
             "untaken": found.untaken,
+            "held_out": hashlib.blake2b(json.dumps(measured).encode(), digest_size=8).hexdigest(),
             "repeats": self.options.repeats == "all",
             "notes": found.notes,
         }

@@ -25,7 +25,7 @@ from isobatch.engine.runs.run_folder import SWEEP, RunFolder, list_runs
 from isobatch.launch.clusters.cluster import JobState, job_states
 from isobatch.launch.local.arguments import read_command
 from isobatch.launch.local.options import ListingOptions
-from isobatch.launch.report.tables import metrics_of
+from isobatch.launch.report.tables import metrics_of, own_first
 
 NO_JOB = JobState(stage="over", cluster="local")
 
@@ -190,17 +190,23 @@ def compare(words: Sequence[str]) -> int:
 def compared(runs: Sequence[RunFolder]) -> dict[str, Any]:
     """The answer of --json: in each part name -> a value per run, None where a run has none."""
     summaries = [run.summary() or {} for run in runs]
-    pairs = list(zip(runs, summaries, strict=True))
-    data = differing([{"data": run.facts.fingerprint, "held-out split": s.get("split")} for run, s in pairs])
+    found = [
+        (run.facts, s.get("split"), own_first(metrics_of(s), str(s.get("task"))))
+        for run, s in zip(runs, summaries, strict=True)
+    ]
+    data = differing([{"data": facts.fingerprint, "held-out split": split} for facts, split, _ in found])
+    tests = {(facts.extra.get("held_out", facts.fingerprint), split) for facts, split, _ in found}
     return {
         "runs": [str(run.folder) for run in runs],
         "recipe": differing([run.recipe.to_compare() for run in runs]),
         "data": data,
+        "comparable": len(tests) == 1,
         "plan": differing_plans(runs),
         "split": None if "held-out split" in data else summaries[0].get("split"),
         "metrics": side_by_side(
-            [{k: v for k, v in metrics_of(s).items() if isinstance(v, float | int | str)} for s in summaries]
+            [{k: v for k, v in metrics.items() if isinstance(v, float | int | str)} for *_, metrics in found]
         ),
+        "remarks": [s.get("remark") for s in summaries],
         "figures": side_by_side([{name: s.get(name) for name in FIGURES} for s in summaries]),
     }
 
@@ -220,11 +226,14 @@ def as_table(found: Mapping[str, Any]) -> str:
             title = f"{part}, {found['split']}" if part == "metrics" and found["split"] else part
             cells.append([title, *[""] * len(found["runs"])])
             cells += [[f"  {name.replace('_', ' ')}", *map(_cell, row)] for name, row in found[part].items()]
-    if found["recipe"]:
-        remark = "another protocol: metrics are not comparable" if found["data"] else ""
-    else:
-        remark = "the same recipe" + ("" if found["data"] else " and data")
-    return "\n".join([table(cells), *([remark] if remark else [])])
+    remarks = [f"{name}: {said}" for name, said in zip(cells[0][1:], found["remarks"], strict=True) if said]
+    if not found["recipe"]:
+        remarks.append("the same recipe" + ("" if found["data"] else " and data"))
+    elif not found["comparable"]:
+        remarks.append("another protocol: metrics are not comparable")
+    elif found["data"]:
+        remarks.append("the same test: metrics are comparable")
+    return "\n".join([table(cells), *remarks])
 
 
 def _cell(value: Any) -> str:

@@ -117,6 +117,14 @@ def table_beside(metrics: Mapping[str, Any], task: str) -> tuple[list[list[str]]
     return [["", *common], *rows], {n: value for n, value in metrics.items() if n not in inside}
 
 
+def own_first(metrics: Mapping[str, Any], task: str) -> dict[str, Any]:
+    """The metrics with those of baselines behind those of the model."""
+    beside = workload(task).task.set_beside if task in TASKS else ()
+    return dict(
+        sorted(metrics.items(), key=lambda one: _version(one[0], metrics, beside)[0] not in ("", "full"))
+    )
+
+
 def _version(name: str, metrics: Mapping[str, Any], beside: Sequence[str]) -> tuple[str, str]:
     """(whose metric it is, the model's own that it stands below); `full_` leads the name of both, or of one
     where `hr@10` and `full_hr@10` differ.

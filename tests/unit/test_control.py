@@ -69,6 +69,35 @@ def test_runs_stand_side_by_side_with_what_differs_first(tmp_path: Path, capsys:
     assert (found["recipe"], found["data"], found["plan"]) == ({}, {}, {})
 
 
+@pytest.mark.parametrize(
+    ("data", "held_out", "split", "said"),
+    [
+        ("f", "h", "test", ""),
+        ("g", "h", "test", "the same test: metrics are comparable"),
+        ("g", "i", "test", "another protocol: metrics are not comparable"),
+        ("g", "h", "valid", "another protocol: metrics are not comparable"),
+    ],
+)
+def test_runs_are_comparable_where_the_test_is_the_same(
+    data: str, held_out: str, split: str, said: str, tmp_path: Path, capsys: Say
+) -> None:
+    """However training cuts the data; the model's own figures stand above those of baselines."""
+    for name, *made_of in (("a", "f", "h", "test"), ("b", data, held_out, split)):
+        recipe, _ = workload("recommender").complete({"dim": 8 if name == "a" else 16})
+        facts = Facts(fingerprint=made_of[0], folder="", samples={"train": 9}, lengths=(1,))
+        facts.extra["held_out"] = made_of[1]
+        run = RunFolder.create(tmp_path / name, recipe, facts, RunOptions())
+        figures = {"full_ease_ndcg@10": 0.2, "full_ndcg@10": 0.1, "ease_coverage@10": 0.3, "coverage@10": 0.4}
+        summary = {"status": "done", "task": "recommender", "split": made_of[2], "metrics": figures}
+        atomic_files.write_json(run.folder / "summary.json", {**summary, "remark": "EASE ranks better"})
+    assert compare([str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    names = [line.split("  ")[1] for line in lines if "@10" in line]
+    assert names == ["full ndcg@10", "coverage@10", "full ease ndcg@10", "ease coverage@10"]
+    told = ["a: EASE ranks better", "b: EASE ranks better", *[said] * bool(said)]
+    assert lines[-len(told) :] == told
+
+
 def test_a_run_is_removed_only_where_that_is_agreed(tmp_path: Path, capsys: Say) -> None:
     run, other = made(tmp_path / "a", 0.8), made(tmp_path / "b", 0.8)
     with pytest.raises(UserError, match="say --yes") as refused:

@@ -123,6 +123,19 @@ def tables(folder: Path, kind: str = "csv") -> Path:
     return folder
 
 
+def test_what_measures_a_run_has_one_digest_however_training_cuts_it(tmp_path: Path) -> None:
+    """Another for another split, catalogue, input, candidates or negatives."""
+    file = tmp_path / "log.csv"
+    rows = (f"{n % 5},{7 * n % 11},{n}" for n in range(40))
+    file.write_text("\n".join(["user,item,time", *rows]) + "\n")
+    same = [{}, {"samples": "sequences"}, {"vocab_size": 310}]
+    other: list[dict[str, Any]] = [{"split": "last"}, {"without_items": "3"}, {"test_input": "train"}]
+    other += [{"eval_negatives": 0}, {"repeats": "all"}]
+    found = [made(file, **changes)[0].extra["held_out"] for changes in (*same, *other)]
+    assert len({*found[: len(same)]}) == 1
+    assert len({*found}) == 1 + len(other)
+
+
 def test_movielens_1m(tmp_path: Path) -> None:
     facts, splits = made(ml_1m(tmp_path / "m"))
     assert ids(facts, splits["test"]) == [("1", "20"), ("2", "10")]
