@@ -61,8 +61,8 @@ def kept_rows(
     many these are, a line). `sides`: those with vectors of their own, of `user` and `item`.
 
     New ones begin with the mean (-1), or with zeros (-2) where training has nothing of them, or where their
-    texts speak for them. Raises UserError where `final` has no names, where most users are gone, as in data
-    of a day alone, or where of a side none is known and no texts are read.
+    texts speak for them. Raises UserError where `final` has no names, where most users or interactions are
+    gone, as in data of a day or cut short, or where of a side none is known and no texts are read.
     """
     before, places = _places(final, folder)
     known, found, said, fits = Catalogue.read(folder), dict[str, np.ndarray](), list[str](), True
@@ -77,13 +77,15 @@ def kept_rows(
         found[f"{what}_bias.weight"] = rows
         found[f"{what}_ids.weight"] = np.where(rows < 0, -2, rows) if reads_texts else rows
     line = f"--from {final.parent}: {'; '.join(said)}"
-    is_day = 0 < 2 * int((places["user"] >= 0).sum()) < before["user"]
-    if is_day or not (fits or reads_texts):
-        way = "all interactions, not those of a day alone," if is_day else "data with the ids of that run,"
-        raise UserError(f"{line}: give {way} or --like {final.parent}, which takes its recipe alone")
+    is_part = 0 < 2 * int((places["user"] >= 0).sum()) < before["user"]
     had = _vectors(final, "had")
     if had is not None and (lost := len(np.setdiff1d(had, _pairs(before, places, known)[0]))):
         line += f"; {lost:,} of its {len(had):,} interactions are not in the data"
+        is_part |= len(had) < 2 * lost < 2 * len(had)  # without any it is other data
+    if is_part or not (fits or reads_texts):
+        way = "all interactions, not those of a day alone or of a file cut short,"
+        way = way if is_part else "data with the ids of that run,"
+        raise UserError(f"{line}: give {way} or --like {final.parent}, which takes its recipe alone")
     return found, line
 
 
