@@ -252,7 +252,8 @@ def _number(value: Any) -> float:
             raise ValueError
         number = float(str(value).removesuffix("%")) / (100 if str(value).endswith("%") else 1)
     except ValueError:
-        point = ": decimals have a point, as in 0.001" * ("," in str(value))
+        pointed = str(value).replace(",", ".") if re.fullmatch(r"[+-]?\d*,\d+", str(value)) else "0.001"
+        point = f": decimals have a point, as in {pointed}" * ("," in str(value))
         raise ValueError(f"is not a number{point}") from None
     if not math.isfinite(number):
         raise ValueError("is not a finite number")

@@ -344,7 +344,7 @@ def shape_of(file: Path, usual: str, numbers: Iterable[str] = ()) -> delimited.S
 
 def has_semicolons(file: str | None) -> bool:
     """Whether this is a csv file whose cells are parted by semicolons."""
-    is_csv = file is not None and _ending(path := Path(file).expanduser()) == ".csv"
+    is_csv = file is not None and (path := Path(file).expanduser()).is_file() and _ending(path) == ".csv"
     return is_csv and shape_of(path, DELIMITERS["csv"]).dialect["delimiter"] == ";"
 
 

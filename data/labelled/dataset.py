@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from isobatch.data.labelled.rows import Example
     from isobatch.data.readers import LocatedRows
 
+Rows, Labels = dict[str, Callable[[], "LocatedRows"]], dict[str, reading.SplitLabels]
 CLASS_WEIGHT = f"class{WEIGHT}"
 """The column of a training sample's weight in the loss, by its class or tags; there with --class-weights."""
 LABELLED_WORDS = f"word{WEIGHT}"
@@ -148,8 +149,7 @@ class Labelled(TokenizedData):
 
     def written(self) -> list[dict[str, Any]]:
         """`text`, `pair` where there is one, and `label` of each training sample, as the data has them."""
-        rows, columns, _ = self._open_rows()
-        kind, splits, _ = self._read_labels(rows, columns)  # takes a validation split out of the rows
+        rows, columns, kind, splits, _ = self._read_labels()
         names = reading.learnt_names(kind, splits, self.recipe.data)
         labels = (kind.describe(names, one, ()) for one in kind.values(splits["train"], names))
         examples = zip(reading.read_examples(rows["train"](), columns), labels, strict=True)
@@ -158,7 +158,14 @@ class Labelled(TokenizedData):
             for one, label in examples
         ]
 
-    def _open_rows(self) -> tuple[dict[str, Callable[[], LocatedRows]], reading.ColumnNames, list[str]]:
+    def rows_of(self, split: str) -> LocatedRows:
+        """The samples of a split as rows of the data, with all of their columns. Raises UserError."""
+        rows, _, _, splits, _ = self._read_labels()
+        if split not in splits:
+            raise UserError(f"--split {split}: the data has {', '.join(splits)}")
+        return rows[split]()
+
+    def _open_rows(self) -> tuple[Rows, reading.ColumnNames, list[str]]:
         """(the rows of each split; the columns to read; notes). Raises UserError."""
         data, config = self.recipe.data, self.options.data_config
         corpus = reading.demo_rows() if data == DEMO else corpora.all_rows(data, self._files(), config)
@@ -171,13 +178,8 @@ class Labelled(TokenizedData):
 
     def encode_splits(self) -> Encoded:
         """(columns per split, the tokenizer, what Facts should know: labels, their counts, notes)."""
-        rows, columns, notes = self._open_rows()
-        share = self.options.valid if isinstance(self.options.valid, float) else HELD_OUT_SHARE
-        more = "a longer validation file" if "valid" in rows or share >= 0.3 else "--valid 0.3"
-        kind, splits, found_notes = self._read_labels(rows, columns)
-        notes += found_notes
-        counts, rows_of_train = splits["train"].counts(), len(splits["train"])
-        held = len(splits["valid"])
+        rows, columns, kind, splits, notes = self._read_labels()
+        counts, rows_of_train, held = splits["train"].counts(), len(splits["train"]), len(splits["valid"])
         fixed = self.known and self.known.extra["labels"]
         labels = fixed or reading.learnt_names(kind, splits, self.recipe.data)
         if fixed:
@@ -186,10 +188,6 @@ class Labelled(TokenizedData):
         notes[:0] = [] if fixed else reading.alike_names(labels, counts)
         if rare := [str(name) for name in labels if counts[name] == 1 and not fixed]:
             notes.append(f"labels of one training row each: {reading.first_names(rare)}")
-        most = UNPROVEN ** (1 / (1 + int(SUREST * held)))
-        if kind.name == "classes" and not fixed and most < 0.99:
-            said = f"rows, were all answered right, show a precision of {int(100 * most) / 100} at most"
-            notes.append(f"valid: {held:,} {said} (predict --precision): {more} shows more")
         tokenizer, special = self._open_tokenizer(reading.read_examples(rows["train"](), columns))
         if (words := isinstance(kind, WordTags)) and not fixed:  # the run's own does so already
             tokenizers.prepend_space(tokenizer)
@@ -230,10 +228,11 @@ class Labelled(TokenizedData):
                 found["train"][CLASS_WEIGHT] = _sums(label, weights) if words else weights[label]
         return found, tokenizer, extra
 
-    def _read_labels(
-        self, rows: dict[str, Callable[[], LocatedRows]], columns: reading.ColumnNames
-    ) -> tuple[LabelKind, dict[str, reading.SplitLabels], list[str]]:
-        """(what they are; those of each split; notes). `rows` gets a validation split if it has none."""
+    def _read_labels(self) -> tuple[Rows, reading.ColumnNames, LabelKind, Labels, list[str]]:
+        """(the rows of each split, of validation too; the columns; what labels are; those of each split;
+        notes). Raises UserError.
+        """
+        rows, columns, said = self._open_rows()
         splits = {
             s: reading.SplitLabels.read(reading.read_examples(read(), columns)) for s, read in rows.items()
         }
@@ -277,7 +276,12 @@ class Labelled(TokenizedData):
             notes += [*kind.notes(split, splits[split]), *same]
             if same and given and self.known is None:
                 notes.append("without that file a share of training that shares no text is drawn (--valid)")
-        return kind, splits, notes
+        most = UNPROVEN ** (1 / (1 + int(SUREST * len(splits["valid"]))))
+        if kind.name == "classes" and self.known is None and most < 0.99:
+            shown = f"rows, were all answered right, show a precision of {int(100 * most) / 100} at most"
+            more = "a longer validation file" if given or share >= 0.3 else "--valid 0.3"
+            notes.append(f"valid: {len(splits['valid']):,} {shown} (predict --precision): {more} shows more")
+        return rows, columns, kind, splits, said + notes
 
     def _open_tokenizer(self, examples: Iterable[Example]) -> tuple[Tokenizer, dict[str, int | None]]:
         """The tokenizer, which may be trained on the examples, and the ids of its special tokens."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import os
 import re
 import unicodedata
@@ -356,13 +357,14 @@ def learnt_names(kind: LabelKind, splits: Mapping[str, SplitLabels], data: str) 
 
 def alike_names(labels: list[str], counts: Mapping[str, int]) -> list[str]:
     """A line on labels that look alike: they differ in case, blanks or the encoding of letters alone."""
-    alike: dict[str, list[str]] = {}
-    for name in labels:
-        look = " ".join(unicodedata.normalize("NFC", name).casefold().split())
-        alike.setdefault(look, []).append(f"{name!r} ({counts[name]:,})")
-    found = first_names([" and ".join(names) for names in alike.values() if len(names) > 1])
-    said = f"labels that differ only in case, blanks or encoding are learnt apart: {found}"
-    return [f"{said}: if they are one, write them alike in the data"] if found else []
+
+    def look(name: str) -> str:
+        return " ".join(unicodedata.normalize("NFC", name).casefold().split())
+
+    alike = ([*names] for _, names in itertools.groupby(sorted(labels, key=look), look))
+    shown = [" and ".join(f"{n!r} ({counts[n]:,})" for n in names) for names in alike if names[1:]]
+    said = f"labels that differ only in case, blanks or encoding are learnt apart: {first_names(shown)}"
+    return [f"{said}: if they are one, write them alike in the data"] if shown else []
 
 
 def first_names(names: Sequence[str]) -> str:

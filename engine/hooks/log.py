@@ -11,7 +11,7 @@ from isobatch.core.errors import TrainingError
 from isobatch.core.measures import now
 from isobatch.core.terminal import SECONDS_BETWEEN_LINES, Console, doing, on_terminal
 from isobatch.engine.distributed.communicator import Communicator
-from isobatch.engine.runs.metrics_log import MetricsLog
+from isobatch.engine.runs.metrics_log import LEFT_OUT, MetricsLog
 from isobatch.engine.train.figures import StepFigures
 from isobatch.engine.train.hooks import Hook
 from isobatch.engine.train.state import Training
@@ -57,7 +57,8 @@ class Log(Hook):
                 self.say(change.message)
 
     def on_left_out(self, phase: str, step: int) -> None:
-        self.log.log_left_out(phase, step)
+        self.log.flush_skipped()
+        self.log.log_metrics({"phase": phase, "step": step, LEFT_OUT: True})
 
 
 class ShowSteps(Hook):

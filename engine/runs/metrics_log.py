@@ -99,11 +99,6 @@ class MetricsLog:
         if row["step"] % self.every == 0 or row["step"] == 1:
             self.flush_skipped()
 
-    def log_left_out(self, phase: str, step: int) -> None:
-        """Log that a step was left out."""
-        self.flush_skipped()
-        self.log_metrics({"phase": phase, "step": step, LEFT_OUT: True})
-
     def flush_skipped(self) -> None:
         """Log the newest step even if it was not due, as at every checkpoint and at the end."""
         if self.skipped is not None:

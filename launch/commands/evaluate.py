@@ -83,8 +83,11 @@ def evaluate(words: Sequence[str]) -> int:
             run.keep_evaluation(row)
     except UserError as error:  # its folder cannot be written: the figures are only printed
         print_lines(f"not kept: {error}")
-    lines = (": ".join((name, format_metrics(found, ".6g", "\n  "))) for name, found in metrics.items())
-    return print_answer(metrics, "\n".join(lines), options.json)
+    brief = [*metrics][: -1 if options.test else 0]  # the rows that were not trained on come last
+    told = [(n, format_metrics(m, ".6g", "\n  ")) for n, m in metrics.items() if n not in brief]
+    named = ((f"{n} with these, which were trained on", [*metrics[n].items()][:3]) for n in brief)
+    told += [(name, format_metrics(dict(some), ".6g")) for name, some in named]
+    return print_answer(metrics, "\n".join(map(": ".join, told)), options.json)
 
 
 def _measure(run: RunFolder, options: EvaluateOptions, asked: dict[str, str], form: Path | None) -> Measured:

@@ -99,7 +99,7 @@ def _wanted(task: Exports, name: str, options: ExportOptions) -> list[str]:
 def _said(kind: str, figures: dict[str, Any], name: str) -> list[str]:
     """What a written form is, and the line to type next."""
     shown = {"kind": kind, "name": name.lower(), "ollama": OLLAMA, "modelfile": MODELFILE, "file": None}
-    words = {**shown, **figures, "quoted": shlex.quote, "size": format_bytes}
+    words = {**shown, **figures, "of": figures, "quoted": shlex.quote, "size": format_bytes}
     return rendered(__file__, "export", **words).splitlines()
 
 

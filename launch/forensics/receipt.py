@@ -28,7 +28,7 @@ from isobatch.core.recipe import HOOK_CODE, Recipe
 from isobatch.core.terminal import doing, print_answer, rendered
 from isobatch.engine import consent
 from isobatch.engine.forensics import receipt as receipts
-from isobatch.engine.runs.run_folder import RunFolder, runs_named
+from isobatch.engine.runs.run_folder import RunFolder, run_around, runs_named
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.engine.verification.audit import audit_records
 from isobatch.engine.verification.log_audit import WrongRecordError, check
@@ -98,6 +98,8 @@ def receipt(words: Sequence[str]) -> int:
         atomic_files.write_text(signature, signed)
     found = {"receipt": str(file), "signature": str(signature) if signed else None}
     shown = {"run": run, "size": format_bytes(len(text)), "allowed": TOLERANCE[run.plan.invariance][0]}
+    places = [place for name, place in consent.places(run.recipe) if name in run_setup.BEGINNINGS]
+    shown["begun"] = sorted({str(one) for at in places if (one := run_around(Path(at, "_")))})
     elsewhere = receipts.chosen_elsewhere(content)
     said = rendered(__file__, "receipt", content=content, elsewhere=elsewhere, **shown, **found)
     return print_answer(found, said, options.json)

@@ -331,6 +331,15 @@ def locate_data(run: RunFolder, data: str | None, mend: bool = False) -> None:
     keep(new_facts)
 
 
+def known_data(run: RunFolder, flag: str) -> Data:
+    """The data of a run, where its source holds what was learnt. Raises UserError that names the flag."""
+    locate_data(run, None)
+    data = workload_of(run.recipe).make(run.recipe)[1]
+    if folder_of(data) != Path(run.facts.folder):
+        raise UserError(f"{flag}: {run.recipe.data} here is not what {run.folder} learnt: put that back")
+    return data
+
+
 def _source(run: RunFolder, data: str | None) -> Data:
     """The data of a run, at `data` if it has moved. Where the folder of its tokenizer is gone, it has that
     of the run's final/: one that differs makes other data, which its fingerprint shows.

@@ -273,8 +273,9 @@ def values_of(flag: Flag, text: str) -> list[str]:
     """The values that `text` lists for a flag, each once; the text itself where it is one value of the flag,
     as a text with commas is, and what --epochs takes. Of a range, which is drawn from, the ends.
     """
-    # 0,001 is no list but 0.001, as some write it.
-    if isinstance(text, BareValue) or re.fullmatch(r"0,0\d+", text) or _value(flag, text) is not None:
+    # 0,001 is no list but 0.001, as some write it, and so is 0,9 where there is no value 9.
+    decimal = re.fullmatch(r"0,\d+", text) and (text[2] == "0" or _value(flag, text[2:]) is None)
+    if isinstance(text, BareValue) or decimal or _value(flag, text) is not None:
         return [text]
     if _range(flag, text):
         return text.split("..")

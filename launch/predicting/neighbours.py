@@ -9,7 +9,6 @@ Letters: H hidden width, n training texts, q texts asked for.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,11 +16,8 @@ import torch
 from torch import Tensor
 
 from isobatch.core import atomic_files
-from isobatch.core.errors import UserError
 from isobatch.core.terminal import doing
-from isobatch.engine.loading.prepare import folder_of
-from isobatch.engine.registry import workload_of
-from isobatch.launch.local.run_setup import locate_data
+from isobatch.launch.local.run_setup import known_data
 from isobatch.launch.predicting.tables import CHUNK_ROWS
 from isobatch.models import hub
 
@@ -48,10 +44,7 @@ def training_neighbours(
     The training texts' vectors are kept in the run's folder, (n, H) float16. Raises UserError where the data
     is not there any more, or is another.
     """
-    locate_data(run, None)
-    data: Any = workload_of(run.recipe).make(run.recipe)[1]
-    if folder_of(data) != Path(run.facts.folder):
-        raise UserError(f"--neighbours: {run.recipe.data} is not what {run.folder} learnt: put that back")
+    data: Any = known_data(run, "--neighbours")
     written, file = data.written(), run.folder / f"neighbours-{hub.weights_hash(str(run.final))}.npy"
     if not file.is_file():
         found = []

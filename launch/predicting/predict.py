@@ -18,6 +18,7 @@ from isobatch.core.flags import flags_of
 from isobatch.core.measures import counted, printable
 from isobatch.core.terminal import doing, print_lines
 from isobatch.data import tokenizers
+from isobatch.data.labelled.dataset import Labelled
 from isobatch.data.text.plain_text import TokenizationSettings
 from isobatch.data.tokenized import TOKENIZER_FILE
 from isobatch.engine.registry import workload_of
@@ -26,7 +27,7 @@ from isobatch.launch.commands import chat
 from isobatch.launch.commands.evaluate import require_capability, say_changed
 from isobatch.launch.commands.export import PARITY
 from isobatch.launch.local.arguments import command_options, split_words
-from isobatch.launch.local.run_setup import is_prepared, open_run
+from isobatch.launch.local.run_setup import is_prepared, known_data, open_run
 from isobatch.launch.predicting import tables
 from isobatch.launch.predicting.recommend import ListOptions, answer_users, restrict
 from isobatch.models import protocols
@@ -84,17 +85,18 @@ class PredictOptions(ModelOptions):
     out: str | None = None
     """Write the rows with their answers here: csv, jsonl or Parquet, by its ending."""
     split: str | None = None
-    """Of a task of your own: the prepared samples of this split, such as valid."""
+    """Of a classifier the rows of this split of its own data, such as valid; of a task of your own the
+    prepared samples."""
     json: bool = False
     """A JSON object a row on standard output."""
 
 
 def predict(words: Sequence[str]) -> int:
-    """Usage: predict RUN ["text" ...] [--file rows.csv] [--out predictions.csv] [--form onnx-int4]
-    [--text-column NAME] [--pair-column NAME] [--json] [--precision 0.95] [--neighbours 5];
+    """Usage: predict RUN ["text" ...] [--file rows.csv | --split valid] [--out predictions.csv] [--json]
+    [--text-column NAME] [--pair-column NAME] [--form onnx-int4] [--precision 0.95] [--neighbours 5];
     of language models also [--tokens 60] [--temperature 0] [--top-k 50] [--top-p 0.9] [--seed 0];
     of recommenders [--top 10] [--by ease] [--only FILE|ID,ID] [--without FILE|ID,ID] [--with-seen];
-    of reward models no more
+    reward models take none of these
 
     RUN may be an ONNX file of a classifier, the folder of one, or that of a language model. Texts of pairs,
     and a prompt with its answer, are given in twos.
@@ -107,13 +109,15 @@ def predict(words: Sequence[str]) -> int:
         flags["file"] = texts.pop()
     options = command_options(flags, PredictOptions, "predict")
     if bool(texts) + (options.file is not None) + (options.split is not None) != 1:
-        raise UserError("predict: give texts in quotes, or ids of users, or --file rows.csv, and not both")
+        raise UserError("predict: give one of texts in quotes, ids of users, --file rows.csv, --split valid")
     if options.file is not None and not Path(options.file).expanduser().exists():
         tables.check_file(options.file)
-    out = None if options.out is None else tables.check_out(options.out, options.file)
-    answered = _answers(find_model(where, options.trust), texts, options)
+    found = find_model(where, options.trust)
+    source = found.recipe.data if options.split and isinstance(found, RunFolder) else options.file
+    out = None if options.out is None else tables.check_out(options.out, source)
+    answered = _answers(found, texts, options)
     if out is not None:
-        return tables.write_rows(out, answered, options.json, options.file)
+        return tables.write_rows(out, answered, options.json, source)
     for row in itertools.chain.from_iterable(answered):
         print(tables.json_line(row) if options.json else printable(format_row(row)))
     return 0
@@ -127,10 +131,12 @@ def _answers(found: Found, texts: Sequence[str], options: PredictOptions) -> Ite
         return predict_own_rows(found, options.file, options.split)
     if options.file is not None:  # before a model is loaded
         tables.check_file(options.file)
-    if options.split is not None:
-        raise UserError("--split: is for tasks of your own with a method predict(model, batch): give --file")
+    data: Any = known_data(found, "--split") if options.split and isinstance(found, RunFolder) else None
+    if options.split and not isinstance(data, Labelled):
+        raise UserError("--split: is for the run of a classifier (--form, too) or of a task of your own")
+    rows = data.rows_of(options.split) if options.split else None
     answerer = open_answerer(found, options)
-    return answerer.answer_file(options.file) if options.file else iter([answerer.answer_typed(texts)])
+    return iter([answerer.answer_typed(texts)]) if texts else answerer.answer_file(options.file, rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,14 +162,14 @@ class Answerer:
         rows = (dict(zip(names, one, strict=True)) for one in given)
         return [tables.beside(*both) for both in zip(rows, answers, strict=True)]
 
-    def answer_file(self, file: str) -> Iterator[list[dict[str, Any]]]:
-        """Chunks of a file's rows with their answers. Rows without a text get an empty answer, those of
-        unknown users what most users took; both are counted at the end.
+    def answer_file(self, file: str | None, given: Any = None) -> Iterator[list[dict[str, Any]]]:
+        """Chunks of a file's rows, or of `given` LocatedRows, with their answers. Rows without a text get an
+        empty answer, those of unknown users what most users took; both are counted at the end.
         """
         unanswered: dict[str, list[tables.UnansweredRowError]] = defaultdict(list)
         blank: dict[str, Any] = {}
         rows, marks, withheld = self.rows, defaultdict[str, list[Any]](list), Counter[bool]()
-        waiting = iter(tables.read_table(file, columns=[rows.column, rows.pair]))
+        waiting = iter(given or tables.read_table(str(file), columns=[rows.column, rows.pair]))
         for number, chunk in enumerate(iter(lambda: [*itertools.islice(waiting, tables.CHUNK_ROWS)], [])):
             doing(f"predicting: {number * tables.CHUNK_ROWS:,} rows done")
             samples: dict[int, Any] = {}

@@ -34,7 +34,9 @@ def runs_table(runs: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def results_table(runs: list[dict[str, Any]]) -> list[list[str]]:
-    """A row for each run: what came out, by the metric that early stopping follows."""
+    """A row for each run: what came out, by the metric that early stopping follows. Empty columns are left
+    out.
+    """
     rows = [["run", "task", "result", "within (95 %)", "steps", "training"]]
     for run in runs:
         metrics, name = metrics_of(run), run["monitor"]
@@ -42,7 +44,8 @@ def results_table(runs: list[dict[str, Any]]) -> list[list[str]]:
         found = [result if name in metrics else run["state"], str(metrics.get(f"{name} within (95 %)", ""))]
         took = [_figure(run["steps"], "{:,}".format), _figure(run["train_seconds"], "{:,.0f} s".format)]
         rows.append([run["run"], run["task"], *found, *took])
-    return rows
+    kept = (column for column in zip(*rows, strict=True) if any(column[1:]))
+    return [[*row] for row in zip(*kept, strict=True)]
 
 
 def side_by_side(columns: Sequence[Mapping[str, str]]) -> list[list[str]]:

@@ -84,8 +84,14 @@ def test_a_models_card_shows_lines_that_run(name: str, home: Path) -> None:
 
 
 def receipt_holds(run: str, home: Path) -> None:
-    """Without the run's folder: its task's decisions and later checkpoints are not there."""
-    succeed("receipt", "make", f"runs/{run}", "--out", f"{run}.json", cwd=home)
+    """Without the run's folder: its task's decisions and later checkpoints are not there. It says of which
+    stages before it there is to be one too.
+    """
+    made = succeed("receipt", "make", f"runs/{run}", "--out", f"{run}.json", cwd=home).stdout
+    recipe = RunFolder.open(home / "runs" / run).recipe
+    before = {recipe.options.get(name) for name in ("teacher", "pruned")} - {None}
+    assert before
+    assert all(f"isobatch receipt make {place}" in made for place in before), made
     found = succeed("receipt", "check", f"{run}.json", "--steps", "12", cwd=home).stdout
     assert re.search(r"(1[2-9]|2\d) steps from the beginning made again", found), found
 

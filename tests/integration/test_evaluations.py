@@ -147,10 +147,15 @@ def test_files_of_another_kind_are_refused_in_a_sentence(tmp_path: Path) -> None
     asked = launch("evaluate", "runs/run", "--lm-eval", ".", cwd=tmp_path)
     assert "which writes no text" in asked.stderr
     assert not (tmp_path / "runs/run/evaluations.jsonl").exists()
-    done = succeed("evaluate", "runs/run", "--test", "texts.csv", "--json", cwd=tmp_path)
+    done = succeed("evaluate", "runs/run", "--test", "texts.csv", cwd=tmp_path)
     trained = RunFolder.open(tmp_path / "runs/run").facts.samples["train"]
     assert f"{trained} of 48 rows are in the run's train data too" in done.stderr
-    whole, new = json.loads(done.stdout).values()
+    said = done.stdout.splitlines()
+    assert said[0].startswith(f"texts.csv without these {trained}: loss ")
+    assert said[-1].startswith("texts.csv with these, which were trained on: loss ")
+    assert done.stdout.count("samples ") == 1 + sum(line.startswith("  class ") for line in said)
+    kept = [json.loads(line) for line in (tmp_path / "runs/run/evaluations.jsonl").open()]
+    whole, new = (row["metrics"] for row in kept)
     assert (whole["samples"], new["samples"]) == (48, 48 - trained)
     heads = later_evaluations(RunFolder.open(tmp_path / "runs/run"))[0]
     assert [head.partition(", ")[0] for head in heads[1:]] == [

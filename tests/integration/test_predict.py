@@ -136,14 +136,45 @@ def test_a_file_of_pairs_has_the_columns_of_the_run(home: Path) -> None:
         predictions(home, "runs/pair", "a")
 
 
+OF_SPLITS = {
+    "runs/one": "texts.jsonl",
+    "runs/small --form onnx-int4": "texts.jsonl",
+    "runs/pair": "pairs.jsonl",
+    "runs/sets": "sets.jsonl",
+}
+
+
+@pytest.mark.parametrize("form", OF_SPLITS)
+def test_the_rows_that_were_held_out_are_answered_as_they_stand_in_the_data(form: str, home: Path) -> None:
+    data = [json.loads(line) for line in (home / OF_SPLITS[form]).read_text().splitlines()]
+    run = home / form.split()[0]
+    held, trained = (predictions(home, *form.split(), "--split", split) for split in ("valid", "train"))
+    rows = [[{k: row[k] for k in data[0]} for row in found] for found in (held, trained)]
+    facts = json.loads((run / "facts.json").read_text())
+    assert [len(found) for found in rows] == [facts["samples"][split] for split in ("valid", "train")]
+    assert sorted(map(json.dumps, rows[0] + rows[1])) == sorted(map(json.dumps, data))
+    if form == "runs/one":
+        right = np.mean([row["label"] == row["prediction"] for row in held])
+        assert right == json.loads((run / "summary.json").read_text())["metrics"]["accuracy"]
+
+
 WRONG: dict[str, tuple[list[str], str]] = {
     "no run": (["runs/none", "a"], "runs/none is not a run"),
     "no ONNX file": (["runs/one/final/model.onnx", "a"], "there is no such file"),
     "an ONNX file alone": (["alone.onnx", "a"], "alone.onnx: needs tokenizer.json beside it"),
     "no ONNX": (["junk", "a"], "cannot be opened by onnxruntime"),
-    "nothing asked": (["runs/one"], "give texts in quotes"),
+    "nothing asked": (["runs/one"], "give one of texts in quotes"),
     "no file": (["runs/one", "--file", "no.csv"], "there is no such file"),
-    "both": (["runs/one", "a", "--file", "pairs.jsonl"], "not both"),
+    "both": (["runs/one", "a", "--file", "pairs.jsonl"], "give one of"),
+    "no such split": (["runs/one", "--split", "vald"], "--split vald: the data has train, valid"),
+    "over its data": (
+        ["runs/one", "--split", "valid", "--out", "texts.jsonl"],
+        "--out texts.jsonl: is the file",
+    ),
+    "a split of a file": (
+        ["runs/small/final", "--split", "valid"],
+        "--split: is for the run of a classifier",
+    ),
     "missing column": (["runs/one", "--file", "other.jsonl"], "other.jsonl line 1: has no column"),
     "misspelt flag": (["runs/one", "a", "--fil", "b"], "did you mean --file?"),
     "unread flag": (["runs/one", "a", "--tokens", "5"], "--tokens: changes nothing of a classifier run"),
@@ -190,8 +221,8 @@ def test_the_nearest_training_texts_are_told_as_written(home: Path, monkeypatch:
     (pair,) = predictions(home, "runs/pair", "the cow sleeps", "a dog sleeps", "--neighbours", "1")
     assert pair["neighbours"][0].keys() == {"text", "pair", "label", "similarity"}
     assert len(list((home / "runs" / "one").glob("neighbours-*.npy"))) == 1
-    monkeypatch.setattr("isobatch.launch.predicting.neighbours.folder_of", lambda _: home)
-    with pytest.raises(UserError, match=r"--neighbours: .* is not what runs/one learnt"):
+    monkeypatch.setattr("isobatch.launch.local.run_setup.folder_of", lambda _: home)
+    with pytest.raises(UserError, match=r"--neighbours: .* not what runs/one learnt"):
         predictions(home, "runs/one", TEXTS[0], "--neighbours", "3")
 
 

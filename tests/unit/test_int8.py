@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from isobatch.core.errors import ExportError, UserError
+from isobatch.launch.commands.export import _said
 from isobatch.models.encoder import evaluation, export, int8, onnx_graph, problems
 from isobatch.models.encoder.class_metrics import Predictions
 from isobatch.tests.unit import encoders
@@ -108,6 +109,9 @@ def test_a_form_that_clearly_loses_more_than_a_point_is_no_export() -> None:
     assert found["agreement"] == pytest.approx(0.995)
     assert (found["trained_accuracy"], found["exported_accuracy"]) == (0.9, 0.895)
     assert found["max_logit_difference"] == 1
+    (said,) = _said(int8.DYNAMIC, {**found, "folder": "f"}, "small")
+    lost = "accuracy 0.8950, the trained model's 0.9000; 5 of 1000 answered otherwise"
+    assert said == f"f: largest logit difference 1.0e+00 over 1000 samples; {lost}"
     assert found["mcnemar_p"] == pytest.approx(2 / 2**5)  # 5 of 5 disagreements one way
     with pytest.raises(ExportError, match=r"from 90.0 to 88.0 %"):
         int8.check_rounded(int8.DYNAMIC, PAIR, predictions(900), predictions(880))

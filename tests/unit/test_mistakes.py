@@ -35,6 +35,15 @@ MISTAKES = [
     (f"auto {CLF} --metric_for_best_model f1", "--load-best-model-at-end, or with --patience 3"),
     (f"auto {REC} --text of", "did you mean off?"),
     (f"auto {CLF} --text x", "a text stands alone, as in `predict RUN"),
+    *(
+        (
+            f"{start} --{word} x",
+            f"--{word} x: --label-column NAME says which column of --data, or of evaluate's",
+        )
+        for start in (f"auto {CLF}", "evaluate runs/b --test rows.csv", "predict runs/b hi")
+        for word in ("label", "labels", "target", "class")
+    ),
+    *((f"{start} --text x", "--text-column NAME") for start in ("evaluate runs/b", "predict runs/b hi")),
     (f"auto {CLF} --file x.csv", "give it as --data FILE to `auto`"),
     (f"auto {CLF} --data rows.csv --seeds 0-2", "--seeds 0-2: name them: --seed 0-2 is three"),
     # The machine
@@ -87,6 +96,12 @@ MISTAKES += [
     ("resume runs/a --learning_rate 1 --adapter lora", "`auto --like runs/a --lr 1 --adapter lora` trains"),
     # Numbers as they are written elsewhere
     (f"auto {LM} --lr 0,001", "--lr 0,001: is not a number: decimals have a point, as in 0.001"),
+    (f"auto {LM} --dropout 0,5", "--dropout 0,5: is not a number: decimals have a point, as in 0.5"),
+    (
+        "predict runs/b hi --threshold 0,9",
+        "0,9: is not a number: decimals have a point, as in 0.9",
+    ),
+    ("predict runs/b hi --threshold 0.5,0.9", "decimals have a point, as in 0.001"),
     (f"auto {LM} --lr 1e-3 3e-3", "values have commas between (1e-3,3e-3)"),
     (f"auto {LM} --steps 10%", "--steps 10%: is not an integer"),
     (f"auto {LM} --train-fraction 120%", "--train-fraction 120%: must be above 0"),

@@ -48,3 +48,6 @@ def test_several_runs_have_a_line_each() -> None:
         ["a", "classifier", "test: f1 macro 0.5", "0.4 to 0.6", "1,200", "61 s"],
         ["b", "classifier", "stopped", "", "1,200", ""],
     ]
+    for name, lacks in (("within (95 %)", {"metrics": {"f1_macro": 0.5}}), ("steps", {"steps": None})):
+        kept = [head for head in results_table([run, half])[0] if head != name]
+        assert results_table([run | lacks, half | lacks])[0] == kept  # no column without a cell
