@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from isobatch.core.facts import Facts
-    from isobatch.data.labelled.rows import Example
+    from isobatch.data.labelled.rows import Example, SplitLabels
     from isobatch.data.readers import LocatedRows
 
-Rows, Labels = dict[str, Callable[[], "LocatedRows"]], dict[str, reading.SplitLabels]
+Rows = dict[str, Callable[[], "LocatedRows"]]
 CLASS_WEIGHT = f"class{WEIGHT}"
 """The column of a training sample's weight in the loss, by its class or tags; there with --class-weights."""
 LABELLED_WORDS = f"word{WEIGHT}"
@@ -228,7 +228,7 @@ class Labelled(TokenizedData):
                 found["train"][CLASS_WEIGHT] = _sums(label, weights) if words else weights[label]
         return found, tokenizer, extra
 
-    def _read_labels(self) -> tuple[Rows, reading.ColumnNames, LabelKind, Labels, list[str]]:
+    def _read_labels(self) -> tuple[Rows, reading.ColumnNames, LabelKind, dict[str, SplitLabels], list[str]]:
         """(the rows of each split, of validation too; the columns; what labels are; those of each split;
         notes). Raises UserError.
         """
