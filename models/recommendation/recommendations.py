@@ -441,9 +441,13 @@ class Recommendations:
 
     def meant(self, name: str, is_user: bool = False) -> str:
         """The id of an item, or a user, that differs from this one as `written_otherwise` says, in small and
-        large letters, or by the letters and zeros before its number.
+        large letters, or by the letters and zeros before its number; of several known ones, with commas.
         """
-        close = written_otherwise(name, self._user_numbers if is_user else self._item_numbers)
+        known: Container[str] = self._user_numbers if is_user else self._item_numbers
+        several = re.split(r"\s*[;|]\s*", name)
+        if several[1:] and all(one in known for one in several):
+            return ",".join(several)
+        close = written_otherwise(name, known)
         other = self._bare[is_user].get(LETTERS.sub("", name), "")
         end, whole = (re.sub(r"(?<!\d)0+(?=\d)", "", one.strip().lower()) for one in (name, other))
         return close or other * (other != name and whole.endswith(end))

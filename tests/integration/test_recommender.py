@@ -267,6 +267,9 @@ def test_training_on_everything_fits_the_baselines_to_everything(tmp_path: Path)
     ("words", "said"),
     [
         ([], "needs one of --user"),
+        (["--user", "7", "--items", "9"], "takes one of --user ID, .*, not both"),
+        (["--items", "3; 5"], r"item 3; 5: .*did you mean 3,5\?"),
+        (["--user", "7|9"], r"user 7\|9: .*did you mean 7,9\?"),
         (["--user", "nobody"], "user nobody: is not in the training data"),
         (["--similar-to", "3", "--with-seen"], "--with-seen: is about users"),
         (["--similar-to", "nothing"], "item nothing: is not in the training data"),
