@@ -40,6 +40,8 @@ def tolerances(
     explains.
     """
     invariance = max(run.plan.invariance, replayed.invariance, key=INVARIANCES.index)
+    if invariance == "rounding" and replayed == run.plan:
+        invariance = "exact"  # the same sums give the same levels
     if invariance == "exact" and steps <= FEW and replayed.device == run.plan.device:
         return SAME_DEVICE
     if invariance != "rounding":
@@ -47,20 +49,22 @@ def tolerances(
         if invariance == "precision" and replayed.device == run.plan.device:
             loss = min(loss, max(TOLERANCE["exact"][0], SHOWN_MARGIN * shown))
         return loss, norm
-    if steps <= NEAR:
-        return rounding_tolerance(run.plan.rounding)
-    return TOLERANCE["rounding"] if steps <= REHEARSED_STEPS else FAR
+    return rounding_tolerance(run.plan.rounding) if steps <= NEAR else _spread(steps)
 
 
 def rounding_tolerance(measured: tuple[float, float] | None) -> tuple[float, float]:
     """MARGIN times what a run measured, not below that of exact plans nor above that of its class."""
-    (least_loss, least_norm), (most_loss, most_norm) = TOLERANCE["exact"], TOLERANCE["rounding"]
-    if measured is None:
-        return most_loss, most_norm
-    loss, norm = measured
-    return min(most_loss, max(least_loss, MARGIN * loss)), min(most_norm, max(least_norm, MARGIN * norm))
+    bounds = zip(TOLERANCE["exact"], measured or (math.inf, math.inf), TOLERANCE["rounding"], strict=True)
+    loss, norm = (min(most, max(least, MARGIN * moved)) for least, moved, most in bounds)
+    return loss, norm
 
 
-def claimed_rounding(run: RunFolder) -> float:
-    """What any cut may move a loss by, as the run says; 0.0 where it says nothing."""
-    return MARGIN * run.plan.rounding[0] if run.plan.invariance == "rounding" and run.plan.rounding else 0.0
+def claimed_rounding(run: RunFolder, steps: int) -> tuple[float, float]:
+    """What rounding may move (loss, gradient norm) by under another cut or processor, as the run says."""
+    measured = run.plan.rounding or (0.0, 0.0)
+    loss, norm = (max(most, MARGIN * moved) for moved, most in zip(measured, _spread(steps), strict=True))
+    return (loss, norm) if run.plan.invariance == "rounding" else (0.0, 0.0)
+
+
+def _spread(steps: int) -> tuple[float, float]:
+    return TOLERANCE["rounding"] if steps <= REHEARSED_STEPS else FAR

@@ -75,6 +75,8 @@ class Finding:
 
     checked: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    unproven: list[str] = field(default_factory=list)
+    """What may be as the receipt says, and was not shown to be."""
     unknown: list[str] = field(default_factory=list)
     """What was not checked."""
 
@@ -118,7 +120,7 @@ def audit(words: Sequence[str]) -> int:
     """Usage: receipt check RECEIPT [--run FOLDER] [--base FOLDER] [--data PATH] [--steps 3] [--processes N]
     [--signers FILE] [--json]
 
-    Exit 3 where something is not as the receipt says.
+    Exit 3 where something is not as the receipt says, or not shown to be.
     """
     positional, options = read_command(words, AuditOptions, "audit")
     if len(positional) != 1:
@@ -127,8 +129,9 @@ def audit(words: Sequence[str]) -> int:
     found = audit_receipt(file / FILE if file.is_dir() else file, options)
     shown = dataclasses.asdict(found)
     text = rendered(__file__, "audit", file=file, **shown)
-    print_answer({"holds": not found.problems, **shown}, text, options.json)
-    return FAILED if found.problems else DONE
+    holds = not found.problems + found.unproven
+    print_answer({"holds": holds, **shown}, text, options.json)
+    return DONE if holds else FAILED
 
 
 def audit_receipt(file: Path, options: AuditOptions) -> Finding:
@@ -206,7 +209,8 @@ def _check_against_run(run: RunFolder, content: Content, options: AuditOptions, 
     asked = VerifyOptions(steps=options.steps, processes=options.processes, data=options.data)
     report = verify_run(run, asked)
     found.problems += report["problems"]
-    found.unknown += report["unproven"] + [f"taken on trust: {what}" for what in report["trusted"]]
+    found.unproven += report["unproven"]
+    found.unknown += [f"taken on trust: {what}" for what in report["trusted"]]
     found.checked.append(report["coverage"])
 
 
@@ -225,7 +229,8 @@ def _check_first_steps(run: RunFolder, content: Content, options: AuditOptions, 
     trained = np.flatnonzero(~receipts.left_out_of(content, next(iter(content["phases"]))))[1:]
     proof = redo_first_steps(run, trained.tolist(), options.steps, options.processes)
     found.problems += proof.problems if proof.steps or not trained.size else ["no step could be made again"]
-    if proof.steps and not found.problems:
+    found.unproven += proof.unproven
+    if proof.steps and not found.problems + found.unproven:
         made = f"{len(proof.steps)} steps from the beginning made again: {within(proof.largest)}"
         allowed = f"where {proof.allowed:.0e} is allowed ({run.plan.invariance}, {run.plan.precision})"
         found.checked.append(f"{made}, {allowed}")

@@ -36,7 +36,7 @@ from isobatch.engine.verification.audit import DERIVED_DECISIONS
 from isobatch.engine.verification.compare_export import compare_folders, is_own_card
 from isobatch.engine.verification.log_audit import LogRecord
 from isobatch.engine.verification.proof import Proof
-from isobatch.engine.verification.tolerance import HELD_OUT, tolerances
+from isobatch.engine.verification.tolerance import HELD_OUT, claimed_rounding, tolerances
 from isobatch.engine.verification.windows import INITIAL, Job, Redone, redone_step
 from isobatch.launch.local.accelerate_launcher import launch_workers
 from isobatch.launch.local.launch_run import launch_run
@@ -138,11 +138,13 @@ def replay_in_full(run: RunFolder, plan: Plan, proof: Proof, log: LogRecord, own
         if ended.code != DONE:
             raise TrainingError(f"trained again, the run ended: {ended.reason}")
         redone = _redone(run, again)
-        proof.add(redone, partial(tolerances, run, plan))
+        proof.add(redone, partial(tolerances, run, plan), partial(claimed_rounding, run))
         if run.status() != "done":
             return True
         allowed, _ = tolerances(run, plan, log.steps)
-        proof.problems += _wrong_evaluations(run, again, allowed)
+        most = max(allowed, claimed_rounding(run, log.steps)[0])
+        said = proof.problems if _wrong_evaluations(run, again, most) else proof.unproven
+        said += _wrong_evaluations(run, again, allowed)
         task, _ = workload_of(run.here).make(run.here)
         same_files = compare_folders(run.final, again.final)["identical"]
         identical = bool(same_files and is_own_card(run, task, again.final))

@@ -130,7 +130,7 @@ def _verify_steps(
     found = redo(run, jobs, owns_process)
     for (used, _), redone in zip(jobs, found, strict=True):
         exact = run.plan.invariance == used.invariance == "exact" and run.plan.device == used.device
-        proof.add(redone, partial(tolerances, run, used, shown=shown), exact, claimed_rounding(run))
+        proof.add(redone, partial(tolerances, run, used, shown=shown), partial(claimed_rounding, run), exact)
     if not proof.steps and (log.steps or not finished):
         proof.unproven.append("no logged step could be redone: none follows the start or a checkpoint")
     proof.problems += _wrong_class(run, any(r.foreign_noise for r in found))
@@ -164,7 +164,7 @@ def redo_first_steps(run: RunFolder, trained: Sequence[int], steps: int, process
     last = trained[min(len(trained), steps + CHOICE.randint(0, steps)) - 1]
     (redone,) = redo(run, [(plan, Job([Window(INITIAL, phase, 0, last)]))])
     redone.steps = [{**step, "parts": {}} for step in redone.steps]  # a receipt has the whole loss alone
-    proof.add(redone, partial(tolerances, run, plan), claimed=claimed_rounding(run))
+    proof.add(redone, partial(tolerances, run, plan), partial(claimed_rounding, run))
     proof.problems += _wrong_class(run, redone.foreign_noise)
     return proof
 

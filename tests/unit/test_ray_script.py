@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import socket
+import time
 from typing import TYPE_CHECKING
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -122,6 +124,25 @@ def test_a_commands_flags_are_no_other_flags(command: str) -> None:
     own = {field.name for field in dataclasses.fields(COMMANDS[command].options)}
     for others in (PlanOptions, RunOptions, Recipe):
         assert not own & {field.name for field in dataclasses.fields(others)}
+
+
+def test_a_process_has_said_its_last_words_when_it_was_waited_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("ray")
+    from isobatch.launch.clusters.ray import workers
+
+    (tmp_path / "dies.py").write_text("import sys; sys.exit('last words')")
+    relay = workers.relay_output
+    monkeypatch.setattr("ray.train.get_context", MagicMock)
+    monkeypatch.setattr(workers, "TRAIN_SCRIPT", tmp_path / "dies.py")
+    monkeypatch.setattr(workers, "relay_output", lambda *words: (time.sleep(0.2), relay(*words)))
+    monkeypatch.setattr(workers, "POLL_SECONDS", 0.01)
+    order = {"run": "", "plan": "", "processes": 2, "cpus": 0, "environment": {}, "folder": str(tmp_path)}
+    with (tmp_path / "worker.log").open("ab", buffering=0) as log:
+        children = [workers._start(order, index, {}, log) for index in range(2)]  # noqa: SLF001
+        assert workers._wait(children, lambda: False) == [1, 1]  # noqa: SLF001
+    assert (tmp_path / "worker.log").read_text() == "last words\n" * 2
 
 
 @pytest.mark.parametrize(("verdict", "error"), [(None, "worker 1 died"), (Verdict(STOPPED, "saved"), "")])

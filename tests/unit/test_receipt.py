@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import re
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from isobatch.launch.local.process_state import preserve_process_state
 from isobatch.launch.local.redo_steps import plan_to_redo
 from isobatch.launch.local.run_setup import recipe_here
 from isobatch.launch.local.verify_run import VerifyOptions, verify_run
+from isobatch.tests.forgery import edit_log, reseal
 from isobatch.tests.paths import ROOT
 from isobatch.tests.tiny_models import save_gpt2, write_stories
 from isobatch.tests.unit.helpers import plan
@@ -95,6 +97,7 @@ def test_an_honest_receipt_holds(made: Fixtures, capsys: pytest.CaptureFixture[s
 
 
 TWO_LOSSES = f"""
+import dataclasses
 import importlib.util
 spec = importlib.util.spec_from_file_location("ragged_of_two", {TASK.partition(":")[0]!r})
 ragged = importlib.util.module_from_spec(spec)
@@ -105,15 +108,32 @@ class Two(ragged.RaggedLM):
     def loss(self, model, batch, step):
         (loss,) = super().loss(model, batch, step).values()
         return {{"a": loss, "b": ragged.Loss(2 * loss.sum, loss.unit)}}
+
+    def phases(self):
+        return [dataclasses.replace(phase, rounds=True) for phase in super().phases()]
+
+    def model_size(self, facts):
+        return dataclasses.replace(super().model_size(facts), rounds=True)
 """
 
 
-def test_a_receipt_has_the_whole_loss_alone(tmp_path: Path) -> None:
+def test_what_a_run_that_rounds_says_of_itself_proves_no_loss(tmp_path: Path) -> None:
+    """Its own measure of rounding may be forged with its losses, of which a receipt has the whole alone."""
     (tmp_path / "two.py").write_text(TWO_LOSSES)
     recipe = isobatch.Recipe(task=f"{tmp_path}/two.py:Two", steps=4)
-    run = isobatch.train(recipe, out=tmp_path, name="two", quiet=True).folder
-    assert receipt([str(run), "--out", str(tmp_path / "receipt.json")]) == 0
-    assert audited(tmp_path / "receipt.json").problems == []
+    run = RunFolder(isobatch.train(recipe, out=tmp_path, name="two", quiet=True, processes=1).folder)
+    cases = ((0, "holds"), (1e-3, "unproven"), (0.3, "problems"), (0.3, "unproven"))
+    for number, (less_by, verdict) in enumerate(cases):
+        told = r"\2" if number < 3 else "[1.0, 1.0]"
+        forged = RunFolder(shutil.copytree(run.folder, tmp_path / f"{number}"))
+        edit_log(forged, lambda rows: rows[0].update(loss=rows[0]["loss"] - less_by))  # noqa: B023
+        for file in (forged.folder / name for name in ("plan.json", "summary.json", "metrics.jsonl")):
+            file.write_text(re.sub(r'("rounding": )(\[[^]]*\])', rf"\1{told}", file.read_text()))
+        reseal(forged)
+        assert receipt([str(forged.folder), "--out", str(tmp_path / "receipt.json")]) == 0
+        for options in ({}, {"run": str(forged.folder)})[: 1 + number // 3]:
+            found = audited(tmp_path / "receipt.json", trust=True, **options)
+            assert ("problems" if found.problems else "unproven" if found.unproven else "holds") == verdict
 
 
 def put(path: str, value: Any) -> Callable[[Content], None]:

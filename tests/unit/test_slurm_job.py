@@ -195,11 +195,16 @@ def test_the_shell_of_an_orphaned_node_requeues_the_job_until_slurm_answers(
     assert asked.read_text().splitlines() == [f"requeue {job}"] * 3
 
 
-def test_the_shell_ends_as_its_launcher_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("script", "code"), [("exit 0", 0), ("exit 3", 3), ("kill -9 $$", -9), (None, 2)])
+def test_the_shell_ends_as_its_launcher_does(script: str | None, code: int, tmp_path: Path) -> None:
+    """A second after its last words, whatever ended it: srun would lose them."""
     (tmp_path / "slurm").mkdir()
-    (tmp_path / "facts.json").touch()
-    for script, code in (("exit 3", 3), ("kill -9 $$", -9)):
-        shell = ["/bin/bash", "-c", STEP_SHELL, str(tmp_path / "slurm"), str(tmp_path)]
-        words = [*shell, "/bin/sh", "-c", script]
-        done = subprocess.run(words, env={"SLURMD_NODENAME": "n2"}, timeout=20, check=False)
-        assert done.returncode == code
+    (tmp_path / "sleep").write_text("#!/bin/sh\necho slept $1")
+    (tmp_path / "sleep").chmod(0o755)
+    if script is not None:  # else it is refused
+        (tmp_path / "facts.json").touch()
+    shell = ["/bin/bash", "-c", STEP_SHELL, str(tmp_path / "slurm"), str(tmp_path)]
+    words = [*shell, "/bin/sh", "-c", script or ""]
+    environment = {"SLURMD_NODENAME": "n2", "PATH": f"{tmp_path}:/usr/bin:/bin"}
+    done = subprocess.run(words, env=environment, capture_output=True, timeout=20, check=False)
+    assert (done.returncode, done.stdout) == (code, b"slept 1\n" if code else b"")

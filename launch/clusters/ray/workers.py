@@ -39,6 +39,7 @@ SHUTDOWN_SECONDS = 20.0
 """How long the others of a worker may live after one has failed: their peer monitor ends them earlier."""
 VERDICT_SECONDS = 5.0
 """How long rank 0 may take to say why another process has failed."""
+RELAY = "relay"
 OF_RAYS_GROUP = ("ACCELERATE_TORCH_DEVICE", "OMP_NUM_THREADS")
 """Variables that Ray sets for code in its workers."""
 
@@ -108,7 +109,7 @@ def _start(order: dict[str, Any], index: int, meeting: dict[str, str], log: Any)
         stderr=subprocess.PIPE,
         preexec_fn=_prepare_child,
     )
-    threading.Thread(target=relay_output, args=(child, log), daemon=True).start()
+    threading.Thread(target=relay_output, args=(child, log), name=RELAY, daemon=True).start()
     return child
 
 
@@ -136,6 +137,8 @@ def _wait(children: Sequence[subprocess.Popen[bytes]], asked_to_stop: Callable[[
             for child in running:
                 child.send_signal(number)
         time.sleep(POLL_SECONDS)
+    for relay in (thread for thread in threading.enumerate() if thread.name == RELAY):
+        relay.join(timeout=5)  # their last words
     return [child.returncode for child in children]
 
 
