@@ -66,6 +66,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
     end = tokenizers.END_OF_TEXT
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained, eos_token=end, pad_token=end)
     size = {"vocab_size": len(tokenizer)}
+    torch.manual_seed(0)  # whatever other tests drew before
     gpt = GPT2LMHeadModel(GPT2Config(**size, n_positions=1024, n_embd=32, n_layer=2, n_head=2))
     bert = DistilBertForSequenceClassification(
         DistilBertConfig(**size, dim=32, n_layers=2, n_heads=2, hidden_dim=64, max_position_embeddings=512)
