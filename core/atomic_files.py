@@ -127,6 +127,11 @@ def append_row(path: Path, row: Mapping[str, Any]) -> bytes:
     return line
 
 
+def nearest_place(path: Path) -> Path:
+    """The path, or the nearest above it that this user can see: `exists` raises below a closed folder."""
+    return next(one for one in (path, *path.parents) if os.access(one, os.F_OK))
+
+
 def share_as_umask_allows(folder: Path) -> None:
     """Give the files under a folder the permissions of new ones: safetensors lets their owner alone read."""
     umask = os.umask(0o077)
@@ -140,7 +145,7 @@ def shared_folder(folder: Path) -> Iterator[None]:
     """Make a folder of a cache. Where the one above it is of mode 2775, for users of a group, what is made
     inside the block is the group's as well, whatever the umask.
     """
-    above = next(place for place in (folder, *folder.parents) if place.is_dir())
+    above = nearest_place(folder)
     umask = os.umask(0o077)
     os.umask(umask & ~0o070 if above.stat().st_mode & 0o2020 == 0o2020 else umask)
     try:
@@ -160,7 +165,7 @@ def disk_full(path: str | Path, error: BaseException, needed: int = 0) -> DiskFu
     is_of_system = isinstance(error, OSError | RuntimeError)
     if getattr(error, "errno", None) not in FULL and not (is_of_system and "No space left" in str(error)):
         return None
-    folder = next(parent for parent in Path(path).absolute().parents if parent.is_dir())
+    folder = nearest_place(Path(path).absolute().parent)
     free, takes = format_bytes(shutil.disk_usage(folder).free), f", it takes {format_bytes(needed)}"
     reason = getattr(error, "strerror", None) or "No space left on device"
     said = f"cannot write {path}: {reason} ({free} are free there{takes if needed else ''})"

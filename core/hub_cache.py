@@ -32,10 +32,14 @@ def cache_home() -> Path:
     return Path(os.environ.get("HF_HOME", f"{cache}/huggingface")).expanduser()
 
 
+def hub_folder() -> Path:
+    """Where its repositories lie: $HF_HUB_CACHE, else `hub` in the cache folder."""
+    return Path(os.environ.get("HF_HUB_CACHE", cache_home() / "hub")).expanduser()
+
+
 def snapshot(kind: str, name: str, revision: str | None = None) -> Path | None:
     """The cached folder of a `models` or `datasets` repository, or None."""
-    cache = Path(os.environ.get("HF_HUB_CACHE", cache_home() / "hub")).expanduser()
-    folder = cache / f"{kind}--{name.replace('/', '--')}"
+    folder = hub_folder() / f"{kind}--{name.replace('/', '--')}"
     reference = folder / "refs" / (revision or "main")
     commit = reference.read_text().strip() if reference.is_file() else revision or "main"
     found = folder / "snapshots" / commit

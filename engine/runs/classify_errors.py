@@ -10,13 +10,15 @@ from pathlib import Path
 from types import FrameType
 
 from isobatch.core import errors
-from isobatch.core.atomic_files import disk_full
+from isobatch.core.atomic_files import disk_full, nearest_place
 from isobatch.core.extras import has, lacking
 from isobatch.core.package import table_beside
 
 _SAID = table_beside(__file__, "error_words")
 """What libraries say of each kind of error."""
 SHOWN_FRAMES = 2
+FOLDERS = ("HF_HUB_CACHE", "HF_HOME", "ISOBATCH_CACHE", "XDG_CACHE_HOME", "TMPDIR", "HOME", "PWD")
+"""Environment variables with folders, the nearer first."""
 
 
 def classify(error: BaseException) -> errors.IsobatchError | None:
@@ -34,6 +36,11 @@ def classify(error: BaseException) -> errors.IsobatchError | None:
         file = str(error.filename or str(error).removeprefix("No such file or directory: "))
         if os.path.lexists(file) and not os.access(file, os.R_OK):
             return errors.UserError(f"{file}: Permission denied: it must be readable (chmod a+r)")
+        place = nearest_place(Path(file).absolute())
+        if error.errno == errno.EACCES and not os.access(place, os.R_OK | os.X_OK):
+            named = (name for name in FOLDERS if file.startswith(os.environ.get(name) or "\n"))
+            way = next((f"set {name} to" for name in named), "name")
+            return errors.UserError(f"{file}: {place} is closed to this user: {way} a folder of yours")
     if any(words in str(error) for words in _SAID["weights"]):
         frames = (frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__))
         model = next(filter(None, (f.get("pretrained_model_name_or_path") for f in frames)), "the model")

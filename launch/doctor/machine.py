@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.util import find_spec
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from isobatch.core import hub_cache
+from isobatch.core.atomic_files import nearest_place
 from isobatch.core.measures import format_bytes
 from isobatch.core.package import cache_folder, table_beside
 from isobatch.engine.consent import STATE, state_folder
@@ -52,8 +53,11 @@ def check_machine(out: Path) -> Iterator[Check]:
             yield check_shm(ROOT / "dev" / "shm")
         yield from check_folder("runs", out, "--out")
         yield from check_folder("prepared data", cache_folder(), "ISOBATCH_CACHE")
-        yield check_access("agreed code", state_folder(), os.W_OK, STATE)
-        yield check_access("hub cache", hub_cache.cache_home(), os.R_OK, "HF_HOME")  # may be read-only
+        refused = closed("agreed code", state_folder(), os.W_OK, STATE, warning)  # asked for anew each time
+        yield refused or ok("agreed code", str(state_folder()))
+        cache = hub_cache.hub_folder()  # may be read-only
+        flag = next(filter(os.environ.get, ("HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME")), "HF_HOME")
+        yield closed("hub cache", cache, os.R_OK, flag) or ok("hub cache", str(cache))
         reached = hub_cache.is_reachable()
         yield ok("Hub", "answers" if reached else "not reachable (HTTPS_PROXY?): local files serve")
         yield from check_gpus(hardware)
@@ -155,25 +159,33 @@ def check_shm(folder: Path) -> Check:
 
 def check_folder(name: str, folder: Path, flag: str) -> list[Check]:
     """Lines on a folder that may not be there yet. `flag`: what names another one."""
-    path = folder.expanduser().absolute()
-    place = next(one for one in (path, *path.parents) if one.is_dir())
+    if refused := closed(name, folder, os.W_OK, flag):
+        return [refused]
+    place = nearest_place(folder.expanduser().absolute())
     elsewhere = f"choose a folder on another disk ({flag})"
     try:
         with tempfile.TemporaryDirectory(dir=place, prefix=".isobatch-doctor-") as made:
             return [check_space(name, place, elsewhere), check_locks(name, made, elsewhere)]
     except OSError as error:
-        mend = f"df -h {place}; chmod u+w {place}; {elsewhere}"
-        if path.is_relative_to(home := Path.home()) and not home.is_dir():
-            mend = f"the home {home} is not there: set {flag} and HF_HOME to folders that are"
-        return [broken(name, f"{place}: {error.strerror}", mend)]
+        return [broken(name, f"{place}: {error.strerror}", f"df -h {place}; {elsewhere}")]
 
 
-def check_access(name: str, folder: Path, mode: int, flag: str) -> Check:
-    """A line on a folder that is small, or may be read-only: whether this user has `mode` there."""
-    place = next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
-    is_well = place.is_dir() and os.access(place, mode | os.X_OK)
-    remedy = f"ls -ld {place}; chmod u+rwx {place}, or set {flag} to a folder of yours"
-    return ok_if(is_well, name, f"{folder}{'' if is_well else f': {place} is closed to this user'}", remedy)
+def closed(name: str, folder: Path, mode: int, flag: str, say: Callable[..., Check] = broken) -> Check | None:
+    """The line on a folder where this user lacks `mode`, or that could not be made; None where all is well.
+    One that is not there yet needs it in the folder above. `flag`: what names another one.
+    """
+    path = folder.expanduser().absolute()
+    place = nearest_place(path)
+    if place.is_dir() and os.access(place, (mode if mode == os.W_OK or place == path else 0) | os.X_OK):
+        return None
+    why = "is closed to this user" if place.is_dir() else "is a file, not a folder"
+    own = f"chmod u+rwx {place}, or " if place.is_dir() and place.stat().st_uid == os.getuid() else ""
+    missing = "is not there, and" if os.access(place, os.X_OK) else "cannot be reached:"
+    text = f"{path} {why}" if place == path else f"{path} {missing} {place} {why}"
+    if path.is_relative_to(home := Path.home()) and place != path and not os.access(home, os.F_OK):
+        flags = " and ".join(dict.fromkeys((flag, "HF_HOME")))
+        return say(name, text, f"the home {home} is not there: set {flags} to folders that are")
+    return say(name, text, f"{own}set {flag} to a folder of yours")
 
 
 def check_space(name: str, folder: Path, elsewhere: str) -> Check:

@@ -13,9 +13,11 @@ from unittest.mock import patch
 import filelock
 import pytest
 
+from isobatch.core import hub_cache
 from isobatch.core.package import own_command
 from isobatch.engine.machine.detect import make_gpu
 from isobatch.engine.machine.hardware import Hardware
+from isobatch.engine.runs.classify_errors import classify
 from isobatch.launch.doctor import machine, probes, run_checks
 from isobatch.launch.doctor.probes import Check, Probe, broken, ok, warning
 from isobatch.tests.integration.helpers import command
@@ -130,29 +132,77 @@ def test_a_file_system_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert ("Read-only" in check.text, check.state) == (True, "broken")
 
 
-def test_a_home_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path / "away"))
-    monkeypatch.setattr(machine.tempfile, "mkdtemp", refuse(errno.EACCES))
-    for place, is_in_home in ((tmp_path / "away" / "cache", True), (tmp_path / "runs", False)):
-        (check,) = machine.check_folder("prepared data", place, "ISOBATCH_CACHE")
-        assert ("set ISOBATCH_CACHE and HF_HOME" in check.remedy, "chmod" in check.remedy) == (
-            is_in_home,
-            not is_in_home,
-        )
+@pytest.fixture
+def shut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that is closed to this user, as no folder is to root."""
+    shut, look, may = tmp_path / "shut", os.stat, os.access
+
+    def stat(path: Any, *words: Any, **more: Any) -> os.stat_result:
+        if f"{path}".startswith(f"{shut}/"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return look(path, *words, **more)
+
+    def is_shut(path: Any, mode: int) -> bool:
+        return f"{path}".startswith(f"{shut}/") or (str(path) == str(shut) and mode != os.F_OK)
+
+    shut.mkdir()
+    monkeypatch.setattr(os, "stat", stat)
+    monkeypatch.setattr(os, "access", lambda path, mode: not is_shut(path, mode) and may(path, mode))
+    return shut
 
 
-def test_a_folder_that_is_closed_to_this_user_is_named(
+PLACES = {
+    "shut": "is closed",
+    "shut/in": "cannot be reached: {}/shut is",
+    "file": "is a file",
+    "file/in": "is a file",
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_folder_that_is_closed_to_this_user_is_named(place: str, tmp_path: Path, shut: Path) -> None:
+    """Whatever names it; nobody is told to open a folder that is another's."""
+    (tmp_path / "file").touch()
+    path = tmp_path / place
+    for flag, mode in {"HF_HOME": os.R_OK, "ISOBATCH_STATE": os.W_OK}.items():
+        found = machine.closed("cache", path, mode, flag)
+        assert found is not None
+        assert found.state == "broken"
+        assert f"{path} " in found.text
+        assert PLACES[place].format(tmp_path) in found.text
+        assert f"set {flag} to a folder of yours" in found.remedy
+    assert [check.state for check in machine.check_folder("runs", path, "--out")] == ["broken"]
+    with pytest.raises(OSError, match=r"denied|Not a dir") as caught:
+        (path / "x").stat()
+    error = classify(caught.value)
+    assert place.startswith("file") or f"{shut} is closed to this user: " in str(error)
+
+
+def test_the_variable_that_names_a_closed_folder_is_said(shut: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOME", "HF_HOME", "HF_HUB_CACHE"):
+        monkeypatch.setenv(name, str(shut))
+        with pytest.raises(PermissionError) as caught:
+            hub_cache.snapshot("models", "small")
+        assert str(classify(caught.value)).endswith(f"set {name} to a folder of yours")
+
+
+def test_what_is_missing_is_named_and_another_s_folder_is_never_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that is not there yet is made in the folder above, and one of models may be read-only."""
-    (tmp_path / "file").touch()
-    for place, state in ((tmp_path / "new" / "one", "ok"), (tmp_path / "file" / "in", "warning")):
-        assert machine.check_access("hub cache", place, os.R_OK, "HF_HOME").state == state
-    monkeypatch.setattr(os, "access", lambda _, mode: not mode & os.W_OK)
-    assert machine.check_access("hub cache", tmp_path, os.R_OK, "HF_HOME").state == "ok"
-    found = machine.check_access("agreed code", tmp_path / "new", os.W_OK, "ISOBATCH_STATE")
-    assert (found.state, found.text) == ("warning", f"{tmp_path}/new: {tmp_path} is closed to this user")
-    assert "set ISOBATCH_STATE to a folder of yours" in found.remedy
+    may = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK and may(path, mode))
+    assert machine.closed("hub cache", tmp_path, os.R_OK, "HF_HOME") is None, "may be read-only"
+    for owner, is_told in ((os.getuid(), True), (os.getuid() + 1, False)):
+        monkeypatch.setattr(os, "getuid", lambda owner=owner: owner)
+        found = machine.closed("prepared data", tmp_path / "new", os.W_OK, "ISOBATCH_CACHE")
+        assert found is not None
+        assert found.text == f"{tmp_path}/new is not there, and {tmp_path} is closed to this user"
+        assert ("chmod" in found.remedy) == is_told
+    monkeypatch.setenv("HOME", str(tmp_path / "away"))
+    found = machine.closed("prepared data", tmp_path / "away" / "cache", os.W_OK, "ISOBATCH_CACHE")
+    assert found is not None
+    assert "the home" in found.remedy
+    assert "set ISOBATCH_CACHE and HF_HOME" in found.remedy
 
 
 def test_a_probe_answers_fails_or_is_late(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,11 +10,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from isobatch.core import atomic_files
-from isobatch.core.errors import BUG, WRONG_INPUT, UserError
+from isobatch.core.errors import BUG, FAILED, WRONG_INPUT, UserError
 from isobatch.engine.checkpointing.digests import folder_digests
+from isobatch.engine.distributed import liveness
 from isobatch.engine.runs.run_folder import RunFolder, Verdict
+from isobatch.engine.runs.run_options import RunOptions
+from isobatch.launch.control.runs import look
 from isobatch.launch.doctor import run_checks
 from isobatch.launch.doctor.run_checks import check_ranks, describe_ranks, doctor
+from isobatch.launch.local import worker
 from isobatch.tests.unit.fake_slurm import queued
 from isobatch.tests.unit.test_slurm_commands import make_run
 
@@ -111,6 +115,30 @@ def test_an_end_that_nothing_repeats_has_its_reason(
     assert (run.status(), (run.summary() or {})["reason"]) == ("failed", verdict.reason)
     state = found_in(run)["state"]
     assert (said in state.text, remedy in state.remedy) == (True, True), state
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_hang_of_one_process_is_told_by_who_has_no_launcher(
+    processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a launcher that one may go on from the last checkpoint."""
+    run, hung = run_of(tmp_path), "rank 0 has stood still for 20 s in loss (mine.py:7)"
+    run.plan = SimpleNamespace(processes=processes)  # type: ignore[assignment]
+    monkeypatch.setattr(worker.os, "_exit", exit_process)
+    monkeypatch.setattr(liveness, "PeerMonitor", lambda _, end: end(hung))
+    train: Any = worker._train  # noqa: SLF001
+    with pytest.raises(SystemExit):
+        train(run, RunOptions(quiet=True), SimpleNamespace(is_main=True), True)
+    assert run.read_exit() == Verdict(FAILED, hung, "lost")
+    state = found_in(run)["state"]
+    assert (state.state == "broken", hung in state.text) == (processes == 1, processes == 1), state
+    assert (look(run.folder).state, run.status()) == (
+        ("failed",) * 2 if processes == 1 else ("unfinished",) * 2
+    )
+
+
+def exit_process(code: int) -> None:
+    raise SystemExit(code)
 
 
 @pytest.mark.parametrize("state", [state for state in run_checks.REMEDIES["ended"] if state != "any"])
