@@ -55,6 +55,11 @@ class OpensItemLists(Protocol):
         Lists are by the `best` on the validation data, the model in `final`, or a baseline kept beside it.
         """
 
+    def live_flags(self, run: str, metrics: Mapping[str, Any], steps: str) -> str:
+        """Of the run that learns from all data: where the trained network ranks the lists the recipe alone,
+        anew for as many steps as were best, else the run, whose baselines keep their settings.
+        """
+
     def lists_by(self, metrics: Mapping[str, Any]) -> str:
         """The baseline that ranks better than the model that was trained, by a run's metrics; else empty."""
 

@@ -171,11 +171,12 @@ def next_lines(run: RunFolder) -> list[str]:
     reads = isinstance(task, PredictsBatches) and type(data).read_rows is not Data.read_rows
     if reads and Path(given).is_file():
         commands.insert(0, f"predict {{run}} --file {shlex.quote(given)}")
-    best = f" --patience 0 --steps {run.exported.rpartition('-')[2]}" * bool(run.recipe.patience)
-    commands = [words + best * ("--split none" in words) for words in commands]
     metrics = (run.summary() or {}).get("metrics", {})
-    better = task.lists_by(metrics) if isinstance(task, OpensItemLists) else ""
-    named = {"run": shlex.quote(str(run.folder)), "by": f" --by {better}" if better else ""}
+    named = {"run": shlex.quote(str(run.folder))}
+    if isinstance(task, OpensItemLists):
+        better = task.lists_by(metrics)
+        named["by"] = f" --by {better}" if better else ""
+        named["live"] = task.live_flags(named["run"], metrics, run.exported.rpartition("-")[2])
     told = [words.format(**named) for words in commands[:3]]
     more = f" --data {shlex.quote(given)}"
     return [f"  isobatch {words}{more if words.startswith('auto') else ''}" for words in told]

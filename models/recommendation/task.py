@@ -104,7 +104,7 @@ class Recommender(Task):
     follow_ups: ClassVar = (
         "serve {run}{by}",
         "recommend {run}{by} --out lists.csv",
-        "auto --task recommender --from {run} --split none",
+        "auto --task recommender {live} --split none",
     )
     set_beside: ClassVar = (*(f"full_{one}" for one in BASELINES), "full", *BASELINES)
     defaults, demo, fast, presets = (SITUATIONS[kind] for kind in ("defaults", "demo", "fast", "presets"))
@@ -339,8 +339,9 @@ class Recommender(Task):
         if best := baselines.fit_unmeasured(model, final, self._earlier):
             chosen = "with the settings that the run of --from chose on its validation data"
             return f"lists are by {best}, {chosen}"
-        which = "whether the model or a baseline" if self._has_network else "which of the classics"
-        return f"nothing tells {which} ranks better: choose by a run with a split, and go on --from it"
+        by, or_not = ("the model", "a baseline") if self._has_network else ("EASE", "another")
+        way = "choose by a run with a split, and by the line that it ends with"
+        return f"lists are by {by}, and nothing tells whether {or_not} ranks better: {way}"
 
     def kept_metrics(self, model: Any, final: Path, batches: Batches, facts: Any) -> Mapping[str, Any]:
         """See `models/protocols.py::KeepsBaselines`."""
@@ -370,6 +371,18 @@ class Recommender(Task):
         beside = _beside(metrics, best, self.options.top_k)
         loses = beside and (beside[1] > 0 or best == metrics.get("best_on_validation"))
         return best if self._has_network and loses else ""
+
+    def live_flags(self, run: str, metrics: Mapping[str, Any], steps: str) -> str:
+        if not self._has_network:
+            return f"--from {run}"
+        best, kept = metrics.get("best_on_validation"), f" --patience 0 --steps {steps}"
+        if not best and self.recipe.starts_from:  # it goes on as each night
+            return f"--from {run}"
+        if best in (None, MODEL) and not self.lists_by(metrics):
+            return f"--like {run}" + kept * bool(self.recipe.patience)
+        return f"--from {run}" + (
+            kept if MODEL in str(metrics.get("blend_of")) else " --patience 0 --steps 0"
+        )
 
     def open_lists(self, final: Path, by: str = recommendations.BEST) -> recommendations.Recommendations:
         with hub.reading(final):

@@ -51,7 +51,9 @@ def test_the_commands_after_a_run_have_names_and_flags_that_there_are(task: str)
     commands = (workload(task).task if task else Task).follow_ups
     assert len(commands) == 3
     for command in commands:
-        name, words = find_command(shlex.split(command.format(run="runs/a", by=" --by ease")))
+        name, words = find_command(
+            shlex.split(command.format(run="runs/a", by=" --by ease", live="--from runs/a"))
+        )
         flags = {*flags_of(COMMANDS[name].options)} | ({"task", "from"} if name == "auto" else set())
         if name == "auto":
             flags |= known_flags(words[1])
@@ -63,13 +65,34 @@ def test_the_commands_after_a_run_have_names_and_flags_that_there_are(task: str)
         assert "--to" not in options or options["--to"] in workload(task).task.exports
 
 
-def test_a_run_that_kept_its_best_step_goes_on_for_as_many() -> None:
-    recipe = parse_request(["--task", "recommender", "--preset", "ids"], "auto").recipe
-    for patience, more in ((10, " --patience 0 --steps 21"), (0, "")):
-        asked = dataclasses.replace(recipe, patience=patience)
-        kept = {"exported": "ids-21", "summary": lambda: None}
-        run = SimpleNamespace(recipe=asked, folder=Path("runs/a"), **kept)
-        assert f"--from runs/a --split none{more} --data demo" in next_lines(run)[-1]  # type: ignore[arg-type]
+AS_MANY, NONE = " --patience 0 --steps 21", " --patience 0 --steps 0"
+
+
+@pytest.mark.parametrize(
+    ("preset", "best", "patience", "more"),
+    [
+        *(("ids", None, 10, f"--like runs/a{AS_MANY}"), ("sequence", "model", 10, f"--like runs/a{AS_MANY}")),
+        *(("ids", "model", 0, "--like runs/a"), ("ids", "ease", 10, f"--from runs/a{NONE}")),
+        *(("ids", "0.3 ease + 0.7 als", 0, f"--from runs/a{NONE}"), ("classics", "ease", 0, "--from runs/a")),
+        *(
+            ("ids", "0.3 model + 0.7 als", 10, f"--from runs/a{AS_MANY}"),
+            ("classics", None, 0, "--from runs/a"),
+        ),
+        *(("ids", "night", 0, "--from runs/a"), ("classics", "night", 0, "--from runs/a")),
+    ],
+)
+def test_a_network_that_ranks_the_lists_learns_anew_to_go_live(
+    preset: str, best: str | None, patience: int, more: str
+) -> None:
+    """As long as was best. Else the baselines keep their settings, and it goes on where a blend has it."""
+    recipe = parse_request(["--task", "recommender", "--preset", preset], "auto").recipe
+    live = {"run": "runs/b", "checkpoint": "ids-9", "digest": ""} if best == "night" else None
+    asked = dataclasses.replace(recipe, patience=patience, starts_from=live)
+    blend = {"best_on_validation": "blend", "blend_of": best} if "+" in str(best) else None
+    metrics = blend or ({} if best in (None, "night") else {"best_on_validation": best})
+    kept = {"exported": "ids-21", "summary": lambda: {"metrics": metrics}}
+    run = SimpleNamespace(recipe=asked, folder=Path("runs/a"), **kept)
+    assert next_lines(run)[-1] == f"  isobatch auto --task recommender {more} --split none --data demo"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
