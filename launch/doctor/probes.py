@@ -20,8 +20,12 @@ from isobatch.core.measures import format_bytes
 from isobatch.core.package import call_in_child
 
 MODULE = "launch.doctor.probes"
-SECONDS, BUSY_SECONDS, GROUP_SECONDS = 60.0, 30.0, 20
-"""How long all probes may take, on an idle machine and beside other work, and the processes of a sum."""
+SECONDS, MOST_TIMES, GROUP_SECONDS = 60.0, 5.0, 20
+"""How long all probes may take on an idle machine, how many times as long at most beside other work, by its
+load, and the processes of a sum.
+"""
+NOT_KNOWN = "not known"
+"""So begins the text of a check that was not tried to its end."""
 LARGEST_ERROR = {"float32": 1e-3, "bfloat16": 5e-2}
 """Relative error of a product of 64 numbers: about 3e-7 (with TF32 5e-4) and 5e-3 are usual."""
 
@@ -71,12 +75,14 @@ def try_out(probe: Probe, load: float = 0.0) -> Check:
     """The line on a probe, once its process has ended or its time is up. `load`: what ran before on a core;
     above 1 a late answer says nothing of what is tried.
     """
-    seconds = BUSY_SECONDS if load > 1 else SECONDS
+    seconds = SECONDS * min(max(1.0, load), MOST_TIMES)
     try:
         return ok(probe.name, call_in_child(f"{MODULE}:{probe.function}", seconds, **probe.arguments))
     except subprocess.TimeoutExpired:
         if load > 1:
-            text = f"not known: it took longer than {seconds:g} s on a busy machine (load {load:.1f} a core)"
+            text = (
+                f"{NOT_KNOWN}: it took longer than {seconds:.0f} s on a busy machine (load {load:.1f} a core)"
+            )
             return warning(probe.name, text, "isobatch doctor, once uptime shows less load")
         return probe.failed(f"no answer within {seconds:g} s")
     except RuntimeError as error:

@@ -21,7 +21,7 @@ from isobatch.engine.runs.log_reader import damaged_rows, newest_rows
 from isobatch.engine.runs.run_folder import RunFolder, no_run, refuse_links, runs_named
 from isobatch.launch.control.runs import RunsOptions, look
 from isobatch.launch.doctor.machine import REMEDIES, check_machine, check_space
-from isobatch.launch.doctor.probes import Check, broken, ok, warning
+from isobatch.launch.doctor.probes import NOT_KNOWN, Check, broken, ok, warning
 from isobatch.launch.local.arguments import read_command
 from isobatch.launch.local.run_setup import one_run
 
@@ -204,6 +204,8 @@ def doctor(words: Sequence[str]) -> int:
         if not options.json:  # as soon as it is known
             print(printable(text), flush=True)
     count = Counter(check.state for check in found)
+    unknown = sum(check.text.startswith(NOT_KNOWN) for check in found)
     text = f"{count['broken']} broken, {count['warning']} warnings, of {len(found)} checks"
+    text += f"; {unknown} of them not known" * bool(unknown)
     print_answer({"checks": [asdict(check) for check in found]}, text, options.json)
     return FAILED if count["broken"] else DONE

@@ -215,13 +215,24 @@ def test_a_probe_answers_fails_or_is_late(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("probe", machine.probes_for(NO_GPU), ids=lambda probe: probe.name)
 def test_a_late_answer_of_a_busy_machine_is_no_fault_of_a_library(
-    probe: Probe, monkeypatch: pytest.MonkeyPatch
+    probe: Probe, say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probes, "BUSY_SECONDS", 0.0)
+    monkeypatch.setattr(probes, "SECONDS", 1e-3)
     check = probes.try_out(probe, load=2.5)
     assert (check.state, check.remedy.split(",")[0]) == ("warning", "isobatch doctor")
     assert "took longer than 0 s on a busy machine (load 2.5 a core)" in check.text
-    assert probes.GROUP_SECONDS < 30 < probes.SECONDS, "a sum that hangs is said before its process is ended"
+    monkeypatch.setattr(run_checks, "check_machine", lambda _: iter([check, ok("cores", "two")]))
+    code, out, _ = say(run_checks.doctor)
+    assert (code, out.splitlines()[-1]) == (0, "0 broken, 1 warnings, of 2 checks; 1 of them not known")
+
+
+def test_beside_other_work_a_probe_has_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+    monkeypatch.setattr(probes, "call_in_child", lambda _, seconds: given.append(seconds))
+    for load in (0.2, 1.0, 2.5, 40.0):
+        probes.try_out(Probe("", "imported", ""), load)
+    assert given == [60, 60, 150, 300]
+    assert probes.GROUP_SECONDS < probes.SECONDS, "a sum that hangs is said before its process is ended"
 
 
 def test_a_product_is_right_in_both_precisions(monkeypatch: pytest.MonkeyPatch) -> None:
