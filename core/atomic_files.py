@@ -82,6 +82,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises UserError where the file is missing or broken."""
     try:
+        if path.exists() and not path.is_file():  # to read a pipe may never end
+            raise OSError("it is no regular file")
         value = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"there is no file {path}") from None

@@ -63,7 +63,9 @@ def memory_bytes(typed: str, size: str, example: str) -> float:
     for less than 1 GB: its unit was forgotten.
     """
     if (found := size_of(size)) < 1e9:
-        raise UserError(f"--mem {typed}: is no memory to train in: give its unit, as in --mem {example}")
+        raise UserError(
+            f"--mem {typed}: is less than 1 GB, or lacks its unit: give more, as in --mem {example}"
+        )
     return found
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import isobatch
 from isobatch.core import atomic_files
-from isobatch.core.errors import FAILED, DiskFullError, TrainingError
+from isobatch.core.errors import FAILED, DiskFullError, TrainingError, UserError
 from isobatch.engine.runs.classify_errors import classify
 from isobatch.engine.runs.metrics_log import MetricsLog
 from isobatch.engine.runs.run_folder import RunFolder
@@ -112,3 +112,10 @@ def test_a_pipe_is_written_into_and_not_replaced(tmp_path: Path) -> None:
         assert strict(reader.read()) == {"a": 1}
     assert list(tmp_path.iterdir()) == [pipe]
     assert pipe.is_fifo()
+
+
+def test_a_pipe_is_no_file_of_json(tmp_path: Path) -> None:
+    """To read one may never end."""
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(UserError, match=r"config.json cannot be read as JSON: it is no regular file"):
+        atomic_files.read_json(tmp_path / "config.json")

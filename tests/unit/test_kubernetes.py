@@ -327,7 +327,11 @@ def test_outside_of_a_pod_it_is_said(words: list[str], monkeypatch: pytest.Monke
         (["--task", "causal-lm", *LEAST], "--gpus-per-node, or --cpu"),
         ([*GPUS, "--cpu"], "--cpu: "),
         ([*GPUS[:-1], "a100:4"], "without a type: --gpus-per-node 4 --node-selector gpu=a100$"),
-        ([*GPUS, "--name", "My_Run"], "--name My_Run"),
+        *(([*GPUS, "--name", name], f"--name {name}: .* last$") for name in ("My_Run", "1run", "run-")),
+        *(
+            (["--task", "causal-lm", "--image", "a", "--claim", name, "--cpu"], f"--claim {name}: .*small")
+            for name in ("Shared_X", "a-")
+        ),
         *(
             ([*GPUS, "--node-selector", text], f"--node-selector {text}")
             for text in ("gpu", "gpu=a,", "gpu=a,b", ",gpu=a", "gpu=azone=b")
@@ -335,7 +339,7 @@ def test_outside_of_a_pod_it_is_said(words: list[str], monkeypatch: pytest.Monke
         ([*GPUS, "--processes", "6"], "--processes 6: must be a multiple of --nodes 4"),
         *(
             ([*GPUS, "--mem", text], f"--mem {text}: .* as in --mem 64Gi")
-            for text in ("64", "64m", "lots", "64GB")
+            for text in ("64", "64m", "lots", "64GB", "100Mi")
         ),
         (["--task", "causal-lm", "--image", "a", "--claim", "a b", "--cpu"], "--claim a b"),
         (["--task", "causal-lm", "--image", "a b", "--claim", "a", "--cpu"], "--image a b"),

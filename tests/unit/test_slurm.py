@@ -15,7 +15,7 @@ import pytest
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.engine.runs.run_folder import RunFolder
-from isobatch.launch.clusters.slurm import client, command
+from isobatch.launch.clusters.slurm import client, command, options
 from isobatch.launch.clusters.slurm.command import slurm
 from isobatch.launch.clusters.slurm.job import plan_for_nodes
 from isobatch.launch.clusters.slurm.legs import JobRequest
@@ -52,6 +52,7 @@ def test_nodes_that_can_be_used() -> None:
         "--cpu --time 5 --mem lots",
         "--cpu --time 5 --mem 64m",
         "--cpu --time 5 --no-requeue",
+        "--cpu --time 5 --mem 100M",
         "--cpu --time 5 --sbatch --time=6",
         "--time 5 --gpus-per-node 2 --sbatch --gres=gpu:a100:2",
         "--time 5 --gpus-per-node 2 --sbatch --gpus=2",
@@ -181,6 +182,7 @@ def test_the_plan_is_of_the_memory_that_is_asked(
         _, script, told = say(command.slurm, *words, *asked)
         assert said in told
         assert "--time 5: " in told
+        assert "--time 5: 5 minutes, as Slurm reads it; 5h are hours" in told
         assert [script.count(line) for line in (f"--mem={memory}\n", "--time=5\n")] == [1, 1]
         assert ("--exclusive" in script) == (asked[0] == "--sbatch")
 
@@ -194,6 +196,29 @@ def test_what_slurm_refuses_leaves_no_run_that_is_new(tmp_path: Path, slurm: Slu
         with pytest.raises(UserError, match="invalid partition specified: gpuu"):
             command.slurm([*words, "--submit"])
         assert (tmp_path / "r").is_dir() == made
+
+
+def test_a_job_that_may_start_once_is_asked_for_by_max_legs() -> None:
+    with pytest.raises(UserError, match=r"--sbatch --no-requeue: .*--max-legs 1 starts the job once"):
+        options.option_words("--sbatch", "--no-requeue")
+
+
+def test_the_jobs_of_a_plan_are_no_more_than_may_start(tmp_path: Path, slurm: Slurm, say: Say) -> None:
+    slurm(sinfo=NODES)
+    words = ("--task", LINE, "--cpu", "--out", str(tmp_path), "--time", "1", "--steps", "100000000")
+    told = {legs: say(command.slurm, *words, "--max-legs", legs)[2] for legs in ("2", "9999999")}
+    assert [" of which --max-legs allows 2: leave it out" in text for text in told.values()] == [True, False]
+
+
+def test_weights_that_this_user_may_not_read_are_said_where_they_are_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    may = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: "model." not in str(path) and may(path, mode))
+    with pytest.raises(UserError, match=r"model.safetensors must be readable by this user \(chmod a\+r\)"):
+        slurm(["--task", "causal-lm", "--cpu", "--time", "5", "--model", str(tmp_path)])
 
 
 def test_gpus_that_are_worth_little_are_said_and_a_card_may_be_named_as_in_a_plan(tmp_path: Path) -> None:

@@ -20,11 +20,13 @@ from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.clusters.cluster import refuse_if_in_a_job
 from isobatch.launch.clusters.local import here
 from isobatch.launch.clusters.slurm import client
+from isobatch.launch.clusters.slurm.job import Slurm as Slurm_
 from isobatch.launch.clusters.slurm.job import job
 from isobatch.launch.clusters.slurm.legs import JobRequest
 from isobatch.launch.commands.auto import resume
 from isobatch.launch.control import one_run
 from isobatch.launch.control.runs import runs
+from isobatch.launch.doctor.run_checks import check_run
 from isobatch.launch.local import launch_run, run_setup, worker
 from isobatch.launch.local.arguments import parse_request
 from isobatch.tests.unit.fake_slurm import AWAY, FORGOTTEN, NO_CLUSTER, Say, Slurm, queued
@@ -116,7 +118,7 @@ def test_nobody_trains_here_what_a_job_will_train(
         (queued("7", "PENDING", "Resources"), "", "queued", "job 7 PENDING (Resources)"),
         (queued("7", "PENDING", "BeginTime", 1), "stopped", "queued", "job 7 PENDING (BeginTime), leg 2"),
         (queued("7", "RUNNING"), "", "running", "ETA 9:50  job 7 RUNNING"),
-        (queued("7", "FAILED", "NonZeroExitCode"), "stopped", "stopped", "job 7 FAILED (NonZeroExitCode)"),
+        (queued("7", "FAILED", "NonZeroExitCode"), "stopped", "stopped", "job 7  it is NaN\n"),
         (queued("7", "CANCELLED", "Resources"), "", "unfinished", "job 7 CANCELLED\n"),
         (FORGOTTEN, "failed", "failed", "it is NaN"),
     ],
@@ -148,6 +150,23 @@ def test_what_is_refused_inside_of_a_job_is_how_its_run_ended(
     assert row["state"] == "failed"
     assert row["reason"]
     assert row["reason"] in say(runs, str(tmp_path / "runs"))[1]
+
+
+@pytest.mark.parametrize("status", ["stopped", "failed"])
+def test_why_a_job_was_not_requeued_is_read_where_runs_are(
+    status: str, tmp_path: Path, slurm: Slurm, say: Say
+) -> None:
+    """Slurm itself knows of code 75 alone."""
+    slurm(squeue=queued("7", "FAILED", "NonZeroExitCode", 1), scontrol="echo JobState=RUNNING Restarts=1")
+    run = make_run(tmp_path / "runs" / "r", steps=5, status=status, reason="asked to stop by a signal")
+    ended = Slurm_()
+    ended.allocation = client.Allocation(job="7", nodes=("n1",), cpus=1, gpus=0, restarts=1)
+    ended.request = JobRequest(local=1, lead=5, plan={}, seconds=60, max_legs=2)
+    ended.requeue_or_stop(run, "limit")
+    why = "not requeued: this was leg 2 of --max-legs 2"
+    text = say(runs, str(tmp_path / "runs"))[1]
+    assert (why in text, "FAILED" in text) == (status == "stopped", status == "failed")
+    assert (why in {c.name: c for c in check_run(run.folder)}["state"].text) == (status == "stopped")
 
 
 def test_a_job_whose_script_failed_says_where_the_reason_is(tmp_path: Path, slurm: Slurm, say: Say) -> None:

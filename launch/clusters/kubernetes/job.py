@@ -80,9 +80,14 @@ class KubernetesOptions(placement.ElsewhereOptions):
             raise UserError("k8s: needs --image, with isobatch in it, and --claim, the volume of all pods")
         word = r"\w[-\w./:@]*"
         labels = f"{word}=({word})?(,{word}=({word})?)*"
-        for flag, pattern in {"image": word, "claim": word, "node_selector": labels}.items():
+        for flag, pattern in {"image": word, "claim": NAME, "node_selector": labels}.items():
             if (name := getattr(self, flag)) and not re.fullmatch(pattern, name, re.ASCII):
-                raise UserError(f"{spelling(flag)} {name}: give a name without spaces, a label as gpu=h100")
+                how = (
+                    "small letters, digits and dashes"
+                    if flag == "claim"
+                    else "no spaces, a label as gpu=h100"
+                )
+                raise UserError(f"{spelling(flag)} {name}: is no such name in Kubernetes: give {how}")
         if self.secret and not re.fullmatch(NAME, self.secret):  # not repeated
             raise UserError("--secret: give a Secret's name, which alone belongs into a manifest")
 
@@ -105,7 +110,8 @@ def render(request: Request, options: KubernetesOptions, unseen: Sequence[str]) 
     """
     name = request.run.name or re.sub("[^a-z0-9]+", "-", run_name(request.recipe).lower())
     if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name) or len(name) > MOST_NAME:
-        raise UserError(f"--name {name}: give {MOST_NAME} small letters, digits and dashes at most")
+        form = f"{MOST_NAME} small letters, digits and dashes at most"
+        raise UserError(f"--name {name}: give {form}: a letter first, a letter or a digit last")
     processes = placement.processes_each(request, "--nodes", options.nodes, options.gpus_per_node)
     memory = options.mem or f"{32 * options.gpus_per_node or 16}Gi"
     # Kubernetes reads 64m as a thousandth of 64 bytes.

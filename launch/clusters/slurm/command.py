@@ -105,6 +105,8 @@ def slurm(words: Sequence[str]) -> int:
         where, most = options.partition or "the default partition", format_duration(longest)
         way = f"Slurm refuses the job or never starts it; give --time {most}"
         print_lines(f"--time {options.time}: {where} grants {most}: {way}")
+    if (time := str(options.time)).isdigit():
+        print_lines(f"--time {time}: {time} minutes, as Slurm reads it; {time}h are hours")
     if options.hardware:  # a plan that is refused makes nothing
         _show_plan(requests[0], find_or_create(requests[0], makes=False), drafted, quiet=True)
     if options.submit and (silent := client.job_states(["1"]).get("1")) and silent.stage == "unknown":
@@ -189,6 +191,8 @@ def _show_plan(request: Request, run: RunFolder, script: JobScript, quiet: bool 
     each, seconds = max(1.0, limit - lead - again), (found.seconds or 0, *found.interval)
     count, low, high = (max(1, math.ceil((one - again) / each)) for one in seconds)
     jobs = "one job" if high == 1 else f"{counted(count, 'job')} after each other ({low} to {high})"
+    if count > (options.max_legs or count):
+        jobs += f", of which --max-legs allows {options.max_legs}: leave it out, or give a longer --time"
     saves = f"saves every {request.run.save_every} and {lead} s before its limit, where the next goes on"
     say(f"--time {time}: {jobs} by this plan; each starts in {short_duration(again)}, {saves}")
     return dataclasses.replace(script, lead=lead)

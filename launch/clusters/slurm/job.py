@@ -140,6 +140,8 @@ class Slurm(Cluster):
         shown = client.show("job", job)
         if why_not := legs.why_not_requeue(reason, leg, self.request.max_legs, before, now, shown):
             print(f"stopped at step {step} and not requeued: {why_not}", flush=True)
+            if run.status() == "stopped":  # for `runs` and `doctor`
+                run.write_summary({**(run.summary() or {}), "reason": f"not requeued: {why_not}"})
             return
         client.update_job_record(run, requeued_at=now)
         print(f"{'preempted: ' * legs.was_preempted(shown)}requeueing at step {step} (leg {leg})", flush=True)

@@ -172,7 +172,10 @@ def option_words(flag: str, text: str | None) -> tuple[str, ...]:
     for word in words:
         name = word[2:].partition("=")[0] if word.startswith("--") else ""
         if name and any(own.startswith(name) for own in RESERVED[flag].split()):
-            raise UserError(f"{flag} {word}: isobatch sets this itself; `describe slurm` has its flags")
+            way = (
+                "--max-legs 1 starts the job once" if "requeue" in name else "`describe slurm` has its flags"
+            )
+            raise UserError(f"{flag} {word}: isobatch sets this itself; {way}")
     return tuple(words)
 
 
