@@ -59,14 +59,10 @@ class Numbering:
         of = [place.setdefault(name, len(place)) if name else MISSING for name in (*names, "")]
         return np.array(of, np.int32)[coded.indices.fill_null(len(names)).to_numpy()]
 
-    def finish(
-        self, named: Iterable[str] = (), without: Collection[str] = ()
-    ) -> tuple[list[str], np.ndarray]:
-        """(all ids in order, those `named` too, none of `without`; (provisional numbers,) int32 the place of
-        each, or MISSING).
-        """
+    def finish(self, named: Iterable[str] = (), out: Collection[str] = ()) -> tuple[list[str], np.ndarray]:
+        """(ids in order, `named` too, none of `out`; (provisional numbers,) int32 places or MISSING)."""
         own = self.names
-        names = [name for name in dict.fromkeys((*own, *named)) if name not in without]
+        names = [name for name in dict.fromkeys((*own, *named)) if name not in out]
         names.sort(key=(lambda n: (int(n), n)) if all(n.isdecimal() for n in names) else str)
         place = {name: number for number, name in enumerate(names)}
         return names, np.array([place.get(name, MISSING) for name in own], np.int32)
@@ -153,7 +149,7 @@ class LogSplits:
         described = raw.items if self.options.catalogue == "all" else ()
         out = {name.strip() for name in (self.options.without_items or "").split(",") if name.strip()}
         self.items, of_items = items.finish([*described, *given], out)
-        rows, counts = Counter[str](), sum(log.counts("item", len(of_items)) for log in logs.values())
+        rows, counts = Counter[str](), np.sum([log.counts("item", len(of_items)) for log in logs.values()], 0)
         for name, count in zip(items.names, counts.tolist(), strict=True):  # 3 and 3.0 have one name
             rows[name] += count
         left = "".join(f", {name} ({rows.pop(name, 0):,} rows)" for name in sorted(out))

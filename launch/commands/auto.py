@@ -174,8 +174,7 @@ def next_lines(run: RunFolder) -> list[str]:
     metrics = (run.summary() or {}).get("metrics", {})
     named = {"run": shlex.quote(str(run.folder))}
     if isinstance(task, OpensItemLists):
-        better = task.lists_by(metrics)
-        named["by"] = f" --by {better}" if better else ""
+        named["by"] = f" --by {better}" if (better := task.lists_by(metrics)) else ""
         named["live"] = task.live_flags(named["run"], metrics, run.exported.rpartition("-")[2])
     told = [words.format(**named) for words in commands[:3]]
     more = f" --data {shlex.quote(given)}"

@@ -192,12 +192,9 @@ def compare(words: Sequence[str]) -> int:
 def compared(runs: Sequence[RunFolder]) -> dict[str, Any]:
     """The answer of --json: in each part name -> a value per run, None where a run has none."""
     summaries = [run.summary() or {} for run in runs]
-    found = [
-        (run.facts, s.get("split"), own_first(metrics_of(s), str(s.get("task"))))
-        for run, s in zip(runs, summaries, strict=True)
-    ]
-    data = differing([{"data": facts.fingerprint, "held-out split": split} for facts, split, _ in found])
-    tests = {(facts.extra.get("held_out", facts.fingerprint), split) for facts, split, _ in found}
+    pairs = [(run.facts, s.get("split")) for run, s in zip(runs, summaries, strict=True)]
+    data = differing([{"data": facts.fingerprint, "held-out split": split} for facts, split in pairs])
+    tests = {(facts.extra.get("held_out", facts.fingerprint), split) for facts, split in pairs}
     return {
         "runs": [str(run.folder) for run in runs],
         "recipe": differing([run.recipe.to_compare() for run in runs]),
@@ -206,7 +203,7 @@ def compared(runs: Sequence[RunFolder]) -> dict[str, Any]:
         "plan": differing_plans(runs),
         "split": None if "held-out split" in data else summaries[0].get("split"),
         "metrics": side_by_side(
-            [{k: v for k, v in metrics.items() if isinstance(v, float | int | str)} for *_, metrics in found]
+            [{k: v for k, v in own_first(s).items() if isinstance(v, float | int | str)} for s in summaries]
         ),
         "remarks": [s.get("remark") for s in summaries],
         "figures": side_by_side([{name: s.get(name) for name in FIGURES} for s in summaries]),
@@ -231,10 +228,9 @@ def as_table(found: Mapping[str, Any]) -> str:
     remarks = [f"{name}: {said}" for name, said in zip(cells[0][1:], found["remarks"], strict=True) if said]
     if not found["recipe"]:
         remarks.append("the same recipe" + ("" if found["data"] else " and data"))
-    elif not found["comparable"]:
-        remarks.append("another protocol: metrics are not comparable")
     elif found["data"]:
-        remarks.append("the same test: metrics are comparable")
+        same, other = "the same test: metrics are comparable", "another protocol: metrics are not comparable"
+        remarks.append(same if found["comparable"] else other)
     return "\n".join([table(cells), *remarks])
 
 

@@ -147,8 +147,7 @@ def recommend(words: Sequence[str]) -> int:
     asked = [options.user, options.items, options.guests, options.similar_to]
     if (given := len(asked) - asked.count(None)) > 1 or not (given or options.out):
         ways = "--user ID, --items ID,ID, --guests FILE, --similar-to ITEM"
-        which = f"takes one of {ways}, not both" if given else f"needs one of {ways}; or --out"
-        raise UserError(f"recommend: {which}")
+        raise UserError(f"recommend: needs one of {ways}, not both; or --out")
     if options.with_seen and options.similar_to is not None:
         raise UserError("--with-seen: is about users, and --similar-to names an item: leave it out")
     task = require_capability(run, OpensItemLists, "recommend", "recommends nothing")

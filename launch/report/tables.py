@@ -120,8 +120,9 @@ def table_beside(metrics: Mapping[str, Any], task: str) -> tuple[list[list[str]]
     return [["", *common], *rows], {n: value for n, value in metrics.items() if n not in inside}
 
 
-def own_first(metrics: Mapping[str, Any], task: str) -> dict[str, Any]:
-    """The metrics with those of baselines behind those of the model."""
+def own_first(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics of a run's summary, those of baselines behind those of the model."""
+    metrics, task = metrics_of(summary), str(summary.get("task"))
     beside = workload(task).task.set_beside if task in TASKS else ()
     return dict(
         sorted(metrics.items(), key=lambda one: _version(one[0], metrics, beside)[0] not in ("", "full"))

@@ -83,8 +83,7 @@ def kept_rows(
         line += f"; {lost:,} of its {len(had):,} interactions are not in the data"
         is_part |= len(had) < 2 * lost < 2 * len(had)  # without any it is other data
     if is_part or not (fits or reads_texts):
-        way = "all interactions, not those of a day alone or of a file cut short,"
-        way = way if is_part else "data with the ids of that run,"
+        way = "all interactions, not a part of them," if is_part else "data with the ids of that run,"
         raise UserError(f"{line}: give {way} or --like {final.parent}, which takes its recipe alone")
     return found, line
 

@@ -340,8 +340,7 @@ class Recommender(Task):
             chosen = "with the settings that the run of --from chose on its validation data"
             return f"lists are by {best}, {chosen}"
         by, or_not = ("the model", "a baseline") if self._has_network else ("EASE", "another")
-        way = "choose by a run with a split, and by the line that it ends with"
-        return f"lists are by {by}, and nothing tells whether {or_not} ranks better: {way}"
+        return f"lists are by {by}, nothing tells whether {or_not} ranks better: choose by a run with a split"
 
     def kept_metrics(self, model: Any, final: Path, batches: Batches, facts: Any) -> Mapping[str, Any]:
         """See `models/protocols.py::KeepsBaselines`."""
@@ -373,10 +372,8 @@ class Recommender(Task):
         return best if self._has_network and loses else ""
 
     def live_flags(self, run: str, metrics: Mapping[str, Any], steps: str) -> str:
-        if not self._has_network:
-            return f"--from {run}"
         best, kept = metrics.get("best_on_validation"), f" --patience 0 --steps {steps}"
-        if not best and self.recipe.starts_from:  # it goes on as each night
+        if not self._has_network or (not best and self.recipe.starts_from):  # the next night
             return f"--from {run}"
         if best in (None, MODEL) and not self.lists_by(metrics):
             return f"--like {run}" + kept * bool(self.recipe.patience)

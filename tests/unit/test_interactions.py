@@ -416,7 +416,7 @@ def test_a_run_that_goes_on_says_how_many_held_out_rows_it_knows(
         (tmp_path / "cut.csv").write_text("\n".join(["user,item,time,rating", *rows[130:240]]))
         cut = made(tmp_path / "cut.csv")[0].folder
         for texts in (False, True):
-            with pytest.raises(UserError, match=r"130 of its 240 .* a file cut short, or --like"):
+            with pytest.raises(UserError, match=r"130 of its 240 .* not a part of them, or --like"):
                 catalogue.kept_rows(tmp_path, cut, ["item"], texts)
     held_out = {tuple(row.split(",")[:2]) for row in rows} - set(ids(second, new["train"]))
     line = catalogue.trained_before(tmp_path, second.folder)
