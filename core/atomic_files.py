@@ -147,9 +147,8 @@ def shared_folder(folder: Path) -> Iterator[None]:
     """Make a folder of a cache. Where the one above it is of mode 2775, for users of a group, what is made
     inside the block is the group's as well, whatever the umask.
     """
-    above = nearest_place(folder)
     umask = os.umask(0o077)
-    os.umask(umask & ~0o070 if above.stat().st_mode & 0o2020 == 0o2020 else umask)
+    os.umask(umask & ~0o070 if nearest_place(folder).stat().st_mode & 0o2020 == 0o2020 else umask)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         yield

@@ -20,8 +20,6 @@ from isobatch.core.flags import nearest_hint
 ADAPTER_CONFIG = "adapter_config.json"
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 CARD_FILE = "README.md"
-READ = (".safetensors", ".bin", ".json", ".txt", ".model", ".jinja")
-"""Endings of a model's files that are read."""
 RUN_FILES = ("recipe.json", "facts.json")
 TOKENIZER_FILES = ("tokenizer.json", "encoder.json", "vocab.json", "vocab.txt")
 
@@ -78,8 +76,7 @@ def check_folder(folder: Path, tokenizer: str | None) -> None:
         adapter = " but an adapter: give its base, or merge the two (export RUN --to merged)"
         is_adapter = (folder / ADAPTER_CONFIG).is_file()
         raise UserError(f"--model {folder}: holds no config.json{adapter if is_adapter else _nearby(folder)}")
-    closed = [f.name for f in sorted(folder.glob("*.*")) if f.suffix in READ and not os.access(f, os.R_OK)]
-    if closed:
+    if closed := [f.name for f in sorted(folder.glob("[!.]*")) if not os.access(f, os.R_OK)]:
         raise UserError(f"--model {folder}: {closed[0]} must be readable by this user (chmod a+r)")
     if tokenizer is None and not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise UserError(f"--model {folder}: holds no tokenizer (tokenizer.json, vocab...): add --tokenizer")

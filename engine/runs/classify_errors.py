@@ -38,8 +38,7 @@ def classify(error: BaseException) -> errors.IsobatchError | None:
             return errors.UserError(f"{file}: Permission denied: it must be readable (chmod a+r)")
         place = nearest_place(Path(file).absolute())
         if error.errno == errno.EACCES and not os.access(place, os.R_OK | os.X_OK):
-            named = (name for name in FOLDERS if file.startswith(os.environ.get(name) or "\n"))
-            way = next((f"set {name} to" for name in named), "name")
+            way = next((f"set {n} to" for n in FOLDERS if file.startswith(os.environ.get(n) or "\n")), "name")
             return errors.UserError(f"{file}: {place} is closed to this user: {way} a folder of yours")
     if any(words in str(error) for words in _SAID["weights"]):
         frames = (frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from isobatch.core import atomic_files
-from isobatch.core.errors import BUG, WRONG_INPUT, UserError
+from isobatch.core.errors import BUG, FAILED, WRONG_INPUT, UserError
 from isobatch.core.facts import Facts
 from isobatch.core.flags import build_options, flags_of, nearest, options_to_dict, spelling, value_text
 from isobatch.core.plan import Plan
@@ -346,7 +346,8 @@ class RunFolder:
         if not self.has_verdict():
             record = {"nonce": os.environ.get(NONCE, ""), **dataclasses.asdict(verdict)}
             atomic_files.write_json(self.folder / "exit.json", record)
-            if verdict.code in (BUG, WRONG_INPUT):  # of others it is said where another attempt is made
+            # Of others it is said where another attempt is made: by a launcher, if there is one.
+            if verdict.code in (BUG, WRONG_INPUT) or (verdict.code == FAILED and not record["nonce"]):
                 with contextlib.suppress(UserError):  # of a damaged run exit.json alone says it
                     self.mark_failed(verdict.reason)
 

@@ -138,11 +138,12 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 def _remark(seen: RunView, reason: str) -> str:
     """What belongs to one run alone, behind its line."""
     eta = "" if seen.seconds_left is None else f"ETA {format_duration(seen.seconds_left)}"
-    if seen.job.job and seen.state == "stopped":  # the job ends with 75, which Slurm calls FAILED
-        return f"job {seen.job.job}  {reason}"
-    job = f"job {seen.job.job} {seen.job}".rstrip() if seen.job.job else ""
+    is_stopped = seen.state == "stopped"  # the job ends with 75, which Slurm calls FAILED
+    job = f"job {seen.job.job} {'' if is_stopped else seen.job}".rstrip() if seen.job.job else ""
     said = f"`doctor {seen.run.folder}` says why" if seen.state == "unfinished" and "FAILED" in job else ""
-    return "  ".join(filter(None, (eta, job, reason if seen.state == "failed" else said)))
+    return "  ".join(
+        filter(None, (eta, job, reason if seen.state == "failed" or (job and is_stopped) else said))
+    )
 
 
 def _row(seen: RunView) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.util import find_spec
@@ -24,7 +24,6 @@ from isobatch.engine.machine.hardware import Hardware, gpu_remarks
 from isobatch.launch.doctor.probes import Check, Probe, broken, ok, ok_if, try_out, warning
 from isobatch.launch.local.interfaces import loopback_interfaces
 
-ROOT = Path("/")
 GB = 10**9
 FULL_BYTES, SCARCE_BYTES, SMALLEST_SHM = GB // 2, 5 * GB, GB
 PIP = f"{sys.executable} -m pip install" if find_spec("pip") else f"uv pip install --python {sys.executable}"
@@ -50,14 +49,13 @@ def check_machine(out: Path) -> Iterator[Check]:
         text = compiler or "none, and --compile on needs one"
         yield ok_if(compiler is not None, "C++ compiler", text, "apt install g++, or --compile off")
         if sys.platform == "linux":
-            yield check_shm(ROOT / "dev" / "shm")
+            yield check_shm(Path("/dev/shm"))
         yield from check_folder("runs", out, "--out")
         yield from check_folder("prepared data", cache_folder(), "ISOBATCH_CACHE")
-        refused = closed("agreed code", state_folder(), os.W_OK, STATE, warning)  # asked for anew each time
-        yield refused or ok("agreed code", str(state_folder()))
+        yield check_access("agreed code", state_folder(), os.W_OK, STATE)
         cache = hub_cache.hub_folder()  # may be read-only
         flag = next(filter(os.environ.get, ("HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME")), "HF_HOME")
-        yield closed("hub cache", cache, os.R_OK, flag) or ok("hub cache", str(cache))
+        yield check_access("hub cache", cache, os.R_OK, flag)
         reached = hub_cache.is_reachable()
         yield ok("Hub", "answers" if reached else "not reachable (HTTPS_PROXY?): local files serve")
         yield from check_gpus(hardware)
@@ -159,8 +157,8 @@ def check_shm(folder: Path) -> Check:
 
 def check_folder(name: str, folder: Path, flag: str) -> list[Check]:
     """Lines on a folder that may not be there yet. `flag`: what names another one."""
-    if refused := closed(name, folder, os.W_OK, flag):
-        return [refused]
+    if (access := check_access(name, folder, os.W_OK, flag)).remedy:
+        return [access]
     place = nearest_place(folder.expanduser().absolute())
     elsewhere = f"choose a folder on another disk ({flag})"
     try:
@@ -170,22 +168,19 @@ def check_folder(name: str, folder: Path, flag: str) -> list[Check]:
         return [broken(name, f"{place}: {error.strerror}", f"df -h {place}; {elsewhere}")]
 
 
-def closed(name: str, folder: Path, mode: int, flag: str, say: Callable[..., Check] = broken) -> Check | None:
-    """The line on a folder where this user lacks `mode`, or that could not be made; None where all is well.
+def check_access(name: str, folder: Path, mode: int, flag: str) -> Check:
+    """A line on whether this user has `mode` in a folder, or could make it.
     One that is not there yet needs it in the folder above. `flag`: what names another one.
     """
     path = folder.expanduser().absolute()
     place = nearest_place(path)
     if place.is_dir() and os.access(place, (mode if mode == os.W_OK or place == path else 0) | os.X_OK):
-        return None
+        return ok(name, str(folder))
     why = "is closed to this user" if place.is_dir() else "is a file, not a folder"
     own = f"chmod u+rwx {place}, or " if place.is_dir() and place.stat().st_uid == os.getuid() else ""
     missing = "is not there, and" if os.access(place, os.X_OK) else "cannot be reached:"
     text = f"{path} {why}" if place == path else f"{path} {missing} {place} {why}"
-    if path.is_relative_to(home := Path.home()) and place != path and not os.access(home, os.F_OK):
-        flags = " and ".join(dict.fromkeys((flag, "HF_HOME")))
-        return say(name, text, f"the home {home} is not there: set {flags} to folders that are")
-    return say(name, text, f"{own}set {flag} to a folder of yours")
+    return broken(name, text, f"{own}set {flag} to a folder of yours")
 
 
 def check_space(name: str, folder: Path, elsewhere: str) -> Check:

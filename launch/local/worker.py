@@ -97,9 +97,6 @@ def _train(run: RunFolder, options: RunOptions, world: Communicator, owns_proces
         """Called by peer monitor and watchdog: the main thread is blocked and cannot end it itself."""
         if not run.has_verdict():
             run.write_exit(Verdict(FAILED, reason, WorkerLostError.cause))
-            if run.plan.processes == 1:  # there is no launcher that would say it, or try again
-                with contextlib.suppress(UserError):
-                    run.mark_failed(reason)
             console.say(f"isobatch: {reason}", always=True)
         os._exit(FAILED)
 

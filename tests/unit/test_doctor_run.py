@@ -13,7 +13,7 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import BUG, FAILED, WRONG_INPUT, UserError
 from isobatch.engine.checkpointing.digests import folder_digests
 from isobatch.engine.distributed import liveness
-from isobatch.engine.runs.run_folder import RunFolder, Verdict
+from isobatch.engine.runs.run_folder import NONCE, RunFolder, Verdict
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.control.runs import look
 from isobatch.launch.doctor import run_checks
@@ -123,7 +123,7 @@ def test_a_hang_of_one_process_is_told_by_who_has_no_launcher(
 ) -> None:
     """With a launcher that one may go on from the last checkpoint."""
     run, hung = run_of(tmp_path), "rank 0 has stood still for 20 s in loss (mine.py:7)"
-    run.plan = SimpleNamespace(processes=processes)  # type: ignore[assignment]
+    monkeypatch.setenv(NONCE, "" if processes == 1 else "a")
     monkeypatch.setattr(worker.os, "_exit", exit_process)
     monkeypatch.setattr(liveness, "PeerMonitor", lambda _, end: end(hung))
     train: Any = worker._train  # noqa: SLF001

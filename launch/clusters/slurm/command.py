@@ -105,8 +105,6 @@ def slurm(words: Sequence[str]) -> int:
         where, most = options.partition or "the default partition", format_duration(longest)
         way = f"Slurm refuses the job or never starts it; give --time {most}"
         print_lines(f"--time {options.time}: {where} grants {most}: {way}")
-    if (time := str(options.time)).isdigit():
-        print_lines(f"--time {time}: {time} minutes, as Slurm reads it; {time}h are hours")
     if options.hardware:  # a plan that is refused makes nothing
         _show_plan(requests[0], find_or_create(requests[0], makes=False), drafted, quiet=True)
     if options.submit and (silent := client.job_states(["1"]).get("1")) and silent.stage == "unknown":
@@ -184,7 +182,8 @@ def _show_plan(request: Request, run: RunFolder, script: JobScript, quiet: bool 
     if gpus and free.plan and free.plan.processes < world:
         takes = short_duration(free.seconds or 0)
         say(f"{free.plan.processes} of the {world} GPUs would take {takes}: more gain little for this batch")
-    limit = slurm_options.parse_time_limit(time := str(options.time))
+    limit = slurm_options.parse_time_limit(str(options.time))
+    time = f"{limit / 60:g} minutes"  # as Slurm reads 24
     again = found.parts["start"] + found.parts["compile"]
     stop = stop_seconds(found.plan.predicted_step_seconds, 12.0 * found.size.trainable)
     lead = max(script.lead, min(round(stop), limit // 2))
