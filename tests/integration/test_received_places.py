@@ -254,6 +254,7 @@ TEXTS = {
     *("task", "preset", "format", "revision", "phase", "lora_targets", "clean"),
     *("text_column", "pair_column", "label_column", "sequence_column"),
     *("user_column", "item_column", "rating_column", "time_column", "quantity_column", "order_column"),
+    "without_items",
     *("data_config", "trainable", "layers", "template", "template_kwargs", "lora_layers"),
 }
 """Fields of recipes that take any text and name no place; but `template` does where it ends in .jinja."""
