@@ -131,7 +131,7 @@ def append_row(path: Path, row: Mapping[str, Any]) -> bytes:
 
 def nearest_place(path: Path) -> Path:
     """The path, or the nearest above it that this user can see: `exists` raises below a closed folder."""
-    return next(one for one in (path, *path.parents) if os.access(one, os.F_OK))
+    return next((one for one in (path, *path.parents) if os.access(one, os.F_OK)), Path(path.anchor))
 
 
 def share_as_umask_allows(folder: Path) -> None:
