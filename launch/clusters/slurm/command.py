@@ -183,7 +183,7 @@ def _show_plan(request: Request, run: RunFolder, script: JobScript, quiet: bool 
         takes = short_duration(free.seconds or 0)
         say(f"{free.plan.processes} of the {world} GPUs would take {takes}: more gain little for this batch")
     limit = slurm_options.parse_time_limit(str(options.time))
-    time = f"{limit / 60:g} minutes"  # as Slurm reads 24
+    time = f"{options.time} minutes" if str(options.time).isdigit() else options.time  # as Slurm reads 24
     again = found.parts["start"] + found.parts["compile"]
     stop = stop_seconds(found.plan.predicted_step_seconds, 12.0 * found.size.trainable)
     lead = max(script.lead, min(round(stop), limit // 2))
