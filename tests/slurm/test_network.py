@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slurm
 SLOWLY = ["qdisc", "add", "dev", "iso1", "root", "tbf", "rate", "1mbit", "burst", "8k", "latency", "1s"]
-NAMES = ("isobatch1", "isobatch2")
+NAMES = tuple(f"isobatch{os.getpid()}-{number}" for number in (1, 2))
+"""Of this process: tests of another may run beside it."""
 
 
 def ip(*words: str) -> None:
