@@ -20,6 +20,7 @@ LEAST = 1e-4
 FLIPPED_ROWS = 2
 """Rows of a split that rounding may count differently in a share such as accuracy, where it chooses between
 two values that are nearly equal."""
+NO_STEPS = "data and records, which have no steps"
 ROUNDED = "rounding may explain it: only the run's own cut, on a processor like its own, gives the same"
 
 
@@ -92,11 +93,7 @@ class Proof:
             f"{redone} of {total - left_out} steps redone{where} {within(self.largest)}" if redone else "",
             f"{left_out} left out as decided" if left_out else "",
             f"samples of all {total} checked" if total else "",
-            ""
-            if redone
-            else "no step redone"
-            if total or not self.log
-            else "data and records, which have no steps",
+            "" if redone else "no step redone" if total or not self.log else NO_STEPS,
             *self.covered,
         ]
         return ", ".join(filter(None, said))

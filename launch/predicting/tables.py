@@ -139,7 +139,8 @@ def check_out(out: str, file: str | None) -> Path:
         raise UserError(f"--out {out}: must end in {', '.join(OUT_ENDINGS)}")
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise UserError(f"--out {out}: {'is a folder' if path.is_dir() else 'there is no such folder'}")
-    if file is not None and path.resolve() == Path(file).expanduser().resolve():
+    source = None if file is None else Path(file).expanduser()
+    if source and path.exists() and source.exists() and path.samefile(source):
         raise UserError(f"--out {out}: is the file of the rows: take another name")
     return path
 

@@ -179,9 +179,8 @@ class Slurm(Cluster):
         """A step's verdict, and what its srun said."""
         place = run.folder / "slurm"
         with tempfile.TemporaryDirectory(prefix=MEETING, dir=place, ignore_cleanup_errors=True) as meeting:
-            nonce = Path(meeting).name.removeprefix(
-                MEETING
-            )  # no file of an earlier step is taken for its own
+            # A name of its own: no file of an earlier step is taken for one of this.
+            nonce = Path(meeting).name.removeprefix(MEETING)
             port = str(self._listener.getsockname()[1])
             address = client.show("node", self.nodes[0]).get("NodeAddr", "") if len(self.nodes) > 1 else ""
             words = (nonce, ",".join(self.nodes), port, *([address] if address else ()))
